@@ -138,6 +138,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Return the event loop of asynchronous tests and fixtures."""
+    return "asyncio"
+
+
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
     """The generators of the process begin every test alike, and torch's threads are as many as before it."""

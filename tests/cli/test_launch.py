@@ -80,8 +80,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def launched(*arguments: object, stdin: str = "", code: int = 0) -> str:
-    done = inside("launch", *arguments, stdin=stdin)
-    assert done.returncode == code, done.stderr
+    done = inside("launch", *arguments, stdin=stdin, returns=code)
     return done.stderr
 
 
@@ -271,9 +270,15 @@ def test_a_server_is_started_and_stopped(
 ) -> None:
     path = write_model(tmp_path / "own.gguf")
     done = hotset(
-        "launch", "opencode", "-m", path, "--url", "http://127.0.0.1:9", env={"HOTSET_HOME": str(tmp_path)}
+        "launch",
+        "opencode",
+        "-m",
+        path,
+        "--url",
+        "http://127.0.0.1:9",
+        env={"HOTSET_HOME": str(tmp_path)},
+        returns=1,
     )
-    assert done.returncode == 1
     assert "No server answers at http://127.0.0.1:9" in done.stderr
     # The default port may belong to another server: only the started server has a model of this name.
     from hotset.cli import client, launch

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cached_engines import MODEL, drain, engine, generate, prompt
-from fake_backend import FakeBackend
+from cached_engines import MODEL, engine, generate
+from fake_backend import FakeBackend, drain, prompt
 from waiting import WATCHDOG, until
 
 from hotset import files
@@ -303,7 +303,8 @@ def test_a_process_that_is_killed_loses_the_block_that_it_writes(tmp_path: Path,
 import os, signal, sys
 sys.path[:0] = sys.argv[4].split(os.pathsep)
 from pathlib import Path
-from cached_engines import engine, generate, prompt
+from cached_engines import engine, generate
+from fake_backend import prompt
 import hotset.files
 replace, left = os.replace, int(sys.argv[2])
 def kill(source, target):

@@ -25,15 +25,14 @@ from typing import Any
 
 import numpy as np
 import psutil
+from stored_weights import least_of
 
 if __name__ == "__main__":  # as pytest does for the tests
     sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("support", "")]
 
 import hotset
 from hotset.errors import DeviceError, ReadError
-from hotset.loader.build import open_model, plan_model
 from hotset.placement import ram
-from hotset.settings import LoadSettings
 
 N_CTX = 256
 PROMPT = 8  # tokens
@@ -141,12 +140,7 @@ def attack(
 
 def least_budget(path: Path, **settings: Any) -> float:
     """In GiB: the smallest that works."""
-    settings = {"n_ctx": N_CTX, "device": "cpu", **settings}
-    with open_model(path, LoadSettings(**settings, ram_budget=1e3)) as opened:
-        decided = plan_model(opened)
-        decided.weights.close()
-    assert decided.ram is not None
-    return decided.ram.least / 2**30
+    return least_of(path, **{"n_ctx": N_CTX, "device": "cpu", **settings}) / 2**30
 
 
 def main() -> int:

@@ -153,16 +153,19 @@ def test_rates_give_gaps_and_ceilings() -> None:
     assert 4e8 < rates.rate(100_000) < 1e9
 
 
-def test_the_server_counts_what_was_read(model: Path) -> None:
+async def test_the_server_counts_what_was_read(model: Path) -> None:
     tiny_server = pytest.importorskip("tiny_server", reason="the server's packages are not there")
 
-    async def work(client: Any, _: Any) -> None:
+    settings: dict[str, Any] = {"n_ctx": 64, "device": "cpu", "n_threads": 1, "max_sequences": 4}
+    async with tiny_server.client_of(
+        model, load=settings | {"ram_budget": least_of(model, **settings) / GIB}
+    ) as (
+        client,
+        _,
+    ):
         counts = await tiny_server.metrics_after_an_answer(client)
         assert counts["hotset_row_misses_total"] > 0
         assert counts["hotset_disk_read_bytes_total"] >= 4096
-
-    settings: dict[str, Any] = {"n_ctx": 64, "device": "cpu", "n_threads": 1, "max_sequences": 4}
-    tiny_server.run(model, work, load=settings | {"ram_budget": least_of(model, **settings) / GIB})
 
 
 @pytest.mark.parametrize("sparsity", ["exact", "predicted"])
@@ -224,7 +227,6 @@ def test_an_error_keeps_no_plan(model: Path) -> None:
 def test_reorder_bundles_from_the_command_line(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "bundled.gguf"
     done = inside("reorder", model, out, "--bundle", "--json")
-    assert done.returncode == 0, done.stderr
     written = json.loads(done.stdout)
     assert written["bundled"] is True
     assert written["profile"] is None

@@ -93,42 +93,37 @@ def test_lines_are_appended(path: Path, tmp_path: Path) -> None:
     assert len(logged(path, tmp_path / "log", work)) == 3
 
 
-def test_a_cancelled_request_has_a_line(path: Path, tmp_path: Path) -> None:
+async def test_a_cancelled_request_has_a_line(path: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
 
-    async def work() -> None:
-        async with client_of(path, request_log=str(log)) as (client, service):
-            body = {
-                "prompt": "hello",
-                "model": "tiny",
-                "max_tokens": 200,
-                "ignore_eos": True,
-                "temperature": 0,
-            }
-            asking = asyncio.create_task(client.post("/v1/completions", json=body))
-            async with asyncio.timeout(60):
-                while not service.n_open:
-                    await asyncio.sleep(0)
-            (answer,) = service._answers
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            answer.fail(RuntimeError("what its cancelled sequences tell, before the line or behind it"))
-            assert answer.reasons == ["cancelled"]
-
-    asyncio.run(work())
+    async with client_of(path, request_log=str(log)) as (client, service):
+        body = {
+            "prompt": "hello",
+            "model": "tiny",
+            "max_tokens": 200,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        asking = asyncio.create_task(client.post("/v1/completions", json=body))
+        async with asyncio.timeout(60):
+            while not service.n_open:
+                await asyncio.sleep(0)
+        (answer,) = service._answers
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        answer.fail(RuntimeError("what its cancelled sequences tell, before the line or behind it"))
+        assert answer.reasons == ["cancelled"]
     (line,) = log.read_text().splitlines()
     assert json.loads(line)["status"] == 499
     assert json.loads(line)["reasons"] == ["cancelled"]
 
 
-def test_the_short_form_equals_uvicorns(path: Path, tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_the_short_form_equals_uvicorns(path: Path, tmp_path: Path) -> None:
+    async with client_of(path, request_log=str(tmp_path / "log"), log_form="short") as (client, _):
         await client.get("/health")
         await client.get("/page/main.js")
         await client.get("/none")
         await client.post("/v1/completions", json={"model": "tiny", "prompt": "hello"} | GREEDY)
-
-    run(path, work, request_log=str(tmp_path / "log"), log_form="short")
     health, none, answer = (tmp_path / "log").read_text().splitlines()
     assert health.endswith('- "GET /health HTTP/1.1" 200 OK')
     assert none.endswith('- "GET /none HTTP/1.1" 404 Not Found')

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from openai.types import responses as types
 from pydantic import TypeAdapter, ValidationError
-from tiny_server import run
 
 from hotset.errors import InvalidRequestError
 from hotset.server.answers import (
@@ -216,7 +214,7 @@ def test_a_truncated_answer_is_incomplete():
 # ---- over HTTP ----
 
 
-def test_a_response_repeats_its_request(path: Path):
+async def test_a_response_repeats_its_request(client: httpx.AsyncClient):
     form = {"type": "json_schema", "name": "answer", "schema": {"type": "boolean"}}
     tool = {"type": "function", "name": "f", "parameters": None}
     asked = {
@@ -224,21 +222,18 @@ def test_a_response_repeats_its_request(path: Path):
         "tool_choice": "none", "reasoning": {"summary": "auto"}, "store": True,
     }  # fmt: skip
 
-    async def work(client: httpx.AsyncClient, _: Any) -> None:
-        body = (await client.post("/v1/responses", json=BODY | asked)).json()
-        response = types.Response.model_validate(body, strict=True)
-        assert response.output_text in ("true", "false")
-        logprobs = response.output[0].content[0].logprobs
-        assert "".join(one.token for one in logprobs) == response.output_text
-        assert [len(one.top_logprobs) for one in logprobs] == [1] * len(logprobs)
-        assert body["created_at"] <= body["completed_at"]
-        assert (body["presence_penalty"], body["frequency_penalty"], body["max_tool_calls"]) == (0, 0, None)
-        assert body["tools"] == [tool | {"description": None, "strict": None}]
-        assert body["text"] == {"format": form | {"description": None, "strict": False}}
-        assert body["reasoning"] == {"effort": None, "summary": "auto"}
-        assert (body["store"], body["temperature"], body["metadata"]) == (False, 0, {"a": "b"})
-
-    run(path, work)
+    body = (await client.post("/v1/responses", json=BODY | asked)).json()
+    response = types.Response.model_validate(body, strict=True)
+    assert response.output_text in ("true", "false")
+    logprobs = response.output[0].content[0].logprobs
+    assert "".join(one.token for one in logprobs) == response.output_text
+    assert [len(one.top_logprobs) for one in logprobs] == [1] * len(logprobs)
+    assert body["created_at"] <= body["completed_at"]
+    assert (body["presence_penalty"], body["frequency_penalty"], body["max_tool_calls"]) == (0, 0, None)
+    assert body["tools"] == [tool | {"description": None, "strict": None}]
+    assert body["text"] == {"format": form | {"description": None, "strict": False}}
+    assert body["reasoning"] == {"effort": None, "summary": "auto"}
+    assert (body["store"], body["temperature"], body["metadata"]) == (False, 0, {"a": "b"})
 
 
 # ---- namespaces of functions, as Codex has them ----

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from full_disk import room_for
-from tiny_server import metrics_of, run
+from tiny_server import client_of, metrics_of, run
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.server.keys import NamedKey
@@ -60,8 +60,8 @@ def test_a_slot_is_saved_restored_and_erased(path: Path, tmp_path: Path) -> None
         run(path, work, slot_save_path=str(tmp_path))
 
 
-def test_a_full_disk_keeps_the_older_file_of_a_slot(path: Path, tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_a_full_disk_keeps_the_older_file_of_a_slot(path: Path, tmp_path: Path) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path)) as (client, _):
         await ask(client)
         assert (await act(client, "save", filename="one.bin")).status_code == 200
         older = (tmp_path / "one.bin").read_bytes()
@@ -75,11 +75,9 @@ def test_a_full_disk_keeps_the_older_file_of_a_slot(path: Path, tmp_path: Path) 
         assert (tmp_path / "one.bin").read_bytes() == older
         assert (await act(client, "save", filename="one.bin")).status_code == 200
 
-    run(path, work, slot_save_path=str(tmp_path))
 
-
-def test_a_request_names_its_slot(path: Path, tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_a_request_names_its_slot(path: Path, tmp_path: Path) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path), load={"n_seqs": 4}) as (client, _):
         await ask(client, id_slot=2)
         await ask(client, prompt="b" * 100, id_slot=-1)
         for slot, n in ((2, 3), (0, 1), (1, 0)):
@@ -88,8 +86,6 @@ def test_a_request_names_its_slot(path: Path, tmp_path: Path) -> None:
         wrong = await client.post("/v1/completions", json={"prompt": "a", "id_slot": 4})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "id_slot")
         assert "this server has 4" in wrong.json()["error"]["message"]
-
-    run(path, work, slot_save_path=str(tmp_path), load={"n_seqs": 4})
 
 
 def test_wrong_requests_are_refused(path: Path, tmp_path: Path) -> None:
@@ -139,10 +135,9 @@ def test_wrong_requests_are_refused(path: Path, tmp_path: Path) -> None:
     run(path, again, slot_save_path=str(tmp_path))
 
 
-def test_saved_slots_have_a_limit(path: Path, tmp_path: Path) -> None:
+async def test_saved_slots_have_a_limit(path: Path, tmp_path: Path) -> None:
     """The limit applies to all files of the folder. A file that is replaced does not count."""
-
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path)) as (client, service):
         await ask(client)
         n_bytes = (await act(client, "save", filename="one")).json()["n_written"]
         disk = -(-n_bytes // 4096) * 4096
@@ -163,13 +158,11 @@ def test_saved_slots_have_a_limit(path: Path, tmp_path: Path) -> None:
         assert (tmp_path / "one").read_bytes() == whole
         assert [one.name for one in tmp_path.iterdir()] == ["one"]
 
-    run(path, work, slot_save_path=str(tmp_path))
 
-
-def test_a_file_of_another_kind_is_not_replaced(path: Path, tmp_path: Path) -> None:
+async def test_a_file_of_another_kind_is_not_replaced(path: Path, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
 
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path)) as (client, _):
         reply = await act(client, "save", filename="model.gguf")
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "filename")
         assert reply.json()["error"]["message"].startswith(
@@ -177,19 +170,17 @@ def test_a_file_of_another_kind_is_not_replaced(path: Path, tmp_path: Path) -> N
         )
         for _ in range(2):
             assert (await act(client, "save", filename="own")).status_code == 200
-
-    run(path, work, slot_save_path=str(tmp_path))
     assert (tmp_path / "model.gguf").read_bytes() == b"GGUF"
 
 
-def test_slots_are_for_keys_that_manage(path: Path, tmp_path: Path) -> None:
+async def test_slots_are_for_keys_that_manage(path: Path, tmp_path: Path) -> None:
     """Otherwise one key could erase another key's slot and replace its files."""
     keys = [
         NamedKey(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), manages=name == "root")
         for name in ("alice", "root")
     ]
 
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path), named_keys=tuple(keys)) as (client, _):
         for name, status in (("alice", 403), ("root", 200)):
             for action in ("save", "restore", "erase"):
                 reply = await client.post(
@@ -199,29 +190,22 @@ def test_slots_are_for_keys_that_manage(path: Path, tmp_path: Path) -> None:
                 )
                 assert reply.status_code == status, reply.text
 
-    run(path, work, slot_save_path=str(tmp_path), named_keys=tuple(keys))
 
-
-def test_without_keys_only_this_machine_may_use_slots(path: Path, tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_without_keys_only_this_machine_may_use_slots(path: Path, tmp_path: Path) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path)) as (client, _):
         transport = httpx.ASGITransport(client._transport.app, client=("10.0.0.5", 7))  # type: ignore[attr-defined]
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as remote:
             assert [(await act(one, "erase")).status_code for one in (client, remote)] == [200, 403]
 
-    run(path, work, slot_save_path=str(tmp_path))
+
+async def test_without_a_folder_nothing_is_saved(client: httpx.AsyncClient) -> None:
+    reply = await act(client, "save", filename="x")
+    assert reply.status_code == 501
+    assert "--slot-save-path" in reply.json()["error"]["message"]
 
 
-def test_without_a_folder_nothing_is_saved(path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
-        reply = await act(client, "save", filename="x")
-        assert reply.status_code == 501
-        assert "--slot-save-path" in reply.json()["error"]["message"]
-
-    run(path, work)
-
-
-def test_a_model_that_does_not_only_use_the_cpu_is_refused(path: Path, tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_a_model_that_does_not_only_use_the_cpu_is_refused(path: Path, tmp_path: Path) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path), load={"device": "reference"}) as (client, _):
         assert (await ask(client))[0]
         reply = await act(client, "save", filename="x")
         assert reply.status_code == 501
@@ -229,8 +213,6 @@ def test_a_model_that_does_not_only_use_the_cpu_is_refused(path: Path, tmp_path:
             "--slot-save-path needs a model that this machine's CPU computes alone"
             in reply.json()["error"]["message"]
         )
-
-    run(path, work, slot_save_path=str(tmp_path), load={"device": "reference"})
 
 
 def test_answers_after_a_restart_are_the_same_and_counted(path: Path, tmp_path: Path) -> None:
@@ -271,8 +253,5 @@ def test_several_clients_get_the_same_answers_after_a_restart(path: Path, tmp_pa
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])
-def test_another_method_is_refused(path: Path, method: str) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
-        assert (await client.request(method, "/slots/0")).status_code == 405
-
-    run(path, work)
+async def test_another_method_is_refused(method: str, client: httpx.AsyncClient) -> None:
+    assert (await client.request(method, "/slots/0")).status_code == 405

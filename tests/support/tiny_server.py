@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from hotset.server.settings import ServerSettings
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
+ClientAndService = AbstractAsyncContextManager[tuple[httpx.AsyncClient, Service]]
+
 __all__ = ["MESSAGES", "Serving", "client_of", "events_of", "run", "text_of", "write_model", "write_reranker"]
 
 
@@ -36,6 +38,12 @@ async def client_of(
     service = Service(lambda: hotset.load(path, **how), ServerSettings(**settings), name="tiny")
     async with client_to(service) as client:
         yield client, service
+
+
+def with_template(folder: Path, template: str, *, n_ctx: int = 2048, **settings: Any) -> ClientAndService:
+    """Return the results of `client_of` for a model with this chat template."""
+    keys = {"tokenizer.chat_template": template, "llama.context_length": 2048}
+    return client_of(write_model(folder / "tiny.gguf", **keys), load={"n_ctx": n_ctx}, **settings)
 
 
 @asynccontextmanager

@@ -15,7 +15,6 @@ from backend_runs import logits_of, tokens
 from byte_models import N_VOCAB, vocabulary, write_model
 from cases import quick_are
 from drafters import dense, experts, sparse, steady, write_thresholds
-from made_once import made_once
 from tiny_gguf import write_llama
 from vulkan_runs import stage_of, validated, vulkan
 
@@ -45,14 +44,7 @@ def answers(model: hotset.Model) -> list[Any]:
 
 def nextn_path(name: str, run_folder: Path) -> Path:
     pytest.importorskip("transformers")
-    nextn_models = pytest.importorskip("nextn_models")
-
-    def make(path: Path) -> None:
-        folder = path.with_suffix(".vulkan")
-        folder.mkdir(exist_ok=True)
-        nextn_models.write_agreeing(folder, name).rename(path)
-
-    return made_once(run_folder / f"nextn-{name}.gguf", make)
+    return pytest.importorskip("nextn_models").kept_agreeing(run_folder, name)  # type: ignore[no-any-return]
 
 
 def assert_drafts_change_nothing(path: Path, how: dict[str, Any], plain: dict[str, Any]) -> None:

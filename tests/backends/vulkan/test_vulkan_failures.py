@@ -19,7 +19,7 @@ import pytest
 from backend_runs import batch, logits_of, tokens
 from cases import quick_are
 from tiny_gguf import write_llama
-from tiny_server import MESSAGES, run, write_model
+from tiny_server import MESSAGES, client_of, write_model
 from vulkan_runs import stage_of, validated, vulkan
 from waiting import WATCHDOG
 
@@ -29,7 +29,6 @@ from hotset.backends.vulkan.devices import find_device
 from hotset.backends.vulkan.kernels import VulkanKernels
 from hotset.errors import DeviceError, OutOfMemoryError
 from hotset.formats.gguf import open_gguf
-from hotset.server.service import Service
 
 __all__ = ["validated"]  # the fixture
 NO_HOST_MEMORY, NO_MEMORY, INITIALISATION, LOST = -1, -2, -3, -4
@@ -145,14 +144,15 @@ def _python(code: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "result"), [("vkQueueSubmit", NO_MEMORY), ("vkWaitForFences", LOST), ("vkQueueSubmit", LOST)]
 )
-def test_every_request_is_answered(tmp_path: Path, name: str, result: int) -> None:
+async def test_every_request_is_answered(tmp_path: Path, name: str, result: int) -> None:
     """Check that the requests of the failed step get an error, and the others their text."""
 
     async def ask(client: httpx.AsyncClient, seed: int) -> httpx.Response:
         body = {"messages": MESSAGES, "max_tokens": 6, "temperature": 0, "seed": seed}
         return await client.post("/v1/chat/completions", json=body)
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    load = {"device": "vulkan", "n_ctx": 128, "max_batch": 32, "max_sequences": 2}
+    async with client_of(write_model(tmp_path / "model.gguf"), load=load) as (client, service):
         del service
         first = await ask(client, 0)
         assert first.status_code == 200
@@ -169,18 +169,16 @@ def test_every_request_is_answered(tmp_path: Path, name: str, result: int) -> No
                 assert one.json()["choices"][0]["message"]["content"] == text
         assert (await ask(client, 9)).json()["choices"][0]["message"]["content"] == text
 
-    load = {"device": "vulkan", "n_ctx": 128, "max_batch": 32, "max_sequences": 2}
-    run(write_model(tmp_path / "model.gguf"), work, load=load)
-
 
 @pytest.mark.slow
-def test_a_thousand_requests_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_thousand_requests_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare the memory of the device and of this process after 200 and after 1,000 requests."""
     import psutil
 
     monkeypatch.delenv("HOTSET_VULKAN_VALIDATION")
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    load = {"device": "vulkan", "n_ctx": 256, "max_batch": 64}
+    async with client_of(write_model(tmp_path / "model.gguf"), load=load) as (client, service):
         stage = stage_of(service.model.backend)  # type: ignore[arg-type]
         process, held = psutil.Process(), []
         for n in range(1, 1001):
@@ -197,9 +195,6 @@ def test_a_thousand_requests_leave_nothing(tmp_path: Path, monkeypatch: pytest.M
         assert len({device for device, _ in held}) == 1
         assert held[-1][1] - held[0][1] < 32 << 20
         print([(device, rss >> 20) for device, rss in held])
-
-    load = {"device": "vulkan", "n_ctx": 256, "max_batch": 64}
-    run(write_model(tmp_path / "model.gguf"), work, load=load)
 
 
 # -- memory of a discrete card ---------------------------------------------------------------------

@@ -370,7 +370,6 @@ def test_doctor_and_plan_list_devices(tmp_path: Path) -> None:
     shown = inside("doctor").stdout
     path = write_model(tmp_path / "model.gguf")
     plan = inside("plan", str(path), "--device", "vulkan", "-c", "128")
-    assert plan.returncode == 0, plan.stderr
     listed = inside("plan", str(path), "--device", "list").stdout
     for text in (" ".join(shown.split()), " ".join(plan.stderr.split())):
         assert "GB/s" in text
@@ -378,6 +377,6 @@ def test_doctor_and_plan_list_devices(tmp_path: Path) -> None:
         assert "not used by --device auto: a software driver" in text
     found = json.loads(inside("plan", str(path), "--device", "vulkan", "-c", "128", "--json").stdout)
     assert found["devices"][0]["device"] == f"vulkan:{one['index']}"
-    alone = inside("plan", str(path), "--device", "auto")
+    alone = inside("plan", str(path), "--device", "auto", returns=None)
     assert alone.returncode == 0, alone.stderr  # a plan of this machine's memory
     assert f"vulkan:{one['index']}" not in alone.stdout
