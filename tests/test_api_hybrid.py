@@ -322,8 +322,8 @@ def test_neurons_stay_together_where_that_is_asked_or_all_are_computed(model: Pa
 
 def test_a_short_text_is_counted_once_and_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    run = gather._run_builtin
-    monkeypatch.setattr(gather, "_run_builtin", lambda *a: runs.append(1) or run(*a))
+    run = gather.run_builtin
+    monkeypatch.setattr(gather, "run_builtin", lambda *a: runs.append(1) or run(*a))
     gib = budget(model, 0.5)
     for _ in range(2):
         found = hotset.plan(model, device="simulated", vram_budget=gib, **SMALL)

@@ -871,7 +871,7 @@ def test_run_imports_only_what_it_needs(model: Path) -> None:
 def test_values_without_typer_equal_typers_values() -> None:
     """Compare values and messages of all options, except hotset's own messages for numbers."""
     from hotset.cli.main import SUBCOMMANDS, app
-    from hotset.cli.values import _Taking
+    from hotset.cli.values import Taking
 
     group: Any = typer.main.get_command(app)
     values = [None, "", "a b", "7", "-3", "0", "-0", "1.5", "-0.25", "1e3", "x", "1_000", " 5 ", "+5", "0x10",
@@ -890,7 +890,7 @@ def test_values_without_typer_equal_typers_values() -> None:
         context = typer.Context(command)
         for option in command.params:
             taking = option.process_value
-            if isinstance(taking, _Taking):
+            if isinstance(taking, Taking):
                 n_plain += 1
                 for value in values:
                     ours, theirs = (outcome(one, context, value) for one in (taking, taking._ask))

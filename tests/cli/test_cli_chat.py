@@ -228,8 +228,8 @@ def test_concurrent_chats_share_one_history(home: Path) -> None:
 
 
 def test_the_history_has_a_size_limit(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(editor, "_LARGEST_HISTORY", 100)
-    monkeypatch.setattr(editor, "_LONGEST_ENTRY", 40)
+    monkeypatch.setattr(editor, "LARGEST_HISTORY", 100)
+    monkeypatch.setattr(editor, "LONGEST_ENTRY", 40)
     history = editor.ChatHistory()
     for i in range(30):
         history.store_string(f"message {i}")  # 12 or 13 bytes with quotes and newline

@@ -154,12 +154,12 @@ def test_the_logits_of_a_whole_text_are_never_stored(monkeypatch: pytest.MonkeyP
     import hotset.engine.perplexity as perplexity_module
     import hotset.engine.scheduler as scheduler_module
 
-    monkeypatch.setattr(scheduler_module, "_MAX_LOGITS_BYTES", 4 * 97 * 5)
-    monkeypatch.setattr(perplexity_module, "_TILE_BYTES", 8 * 97 * 2)
+    monkeypatch.setattr(scheduler_module, "MAX_LOGITS_BYTES", 4 * 97 * 5)
+    monkeypatch.setattr(perplexity_module, "TILE_BYTES", 8 * 97 * 2)
     widest: list[int] = []
-    log_softmax = perplexity_module._log_softmax
+    log_softmax = perplexity_module.log_softmax
     monkeypatch.setattr(
-        perplexity_module, "_log_softmax", lambda logits: widest.append(len(logits)) or log_softmax(logits),
+        perplexity_module, "log_softmax", lambda logits: widest.append(len(logits)) or log_softmax(logits),
     )  # fmt: skip
     engines = [engine(128), engine(128, peak=2.5), engine(128, peak=3)]
     list(compare_chunks(engines, list(range(97)) * 4, n_ctx=64, n_neurons=[1, 1, 1]))

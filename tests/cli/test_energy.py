@@ -50,7 +50,7 @@ def test_unreadable_counters_are_explained(
         raise PermissionError(zone)
 
     with monkeypatch.context() as patched:
-        patched.setattr(energy._Zone, "read", refuse)
+        patched.setattr(energy.Zone, "read", refuse)
         with pytest.raises(OSError, match=r"sudo chmod a\+r .*intel-rapl:\*/energy_uj"):
             EnergyCounters()
     monkeypatch.setattr(energy, "POWERCAP", tmp_path / "none")

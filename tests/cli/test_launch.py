@@ -286,13 +286,13 @@ def test_a_server_is_started_and_stopped(
     # An agent's folder may come from anywhere: the server must not import from it.
     (tmp_path / "typer.py").write_text("raise SystemExit('imported from the current folder')")
     monkeypatch.chdir(tmp_path)
-    with launch._started(str(path), 64) as server:
+    with launch.started_server(str(path), 64) as server:
         assert (server.model, server.n_ctx) == ("own", 64)
         assert client.is_hotset(server.url)
     assert not client.is_hotset(server.url)
     with (
         pytest.raises(Exception, match=r"The server did not start: .*no file"),
-        launch._started("none.gguf", None),
+        launch.started_server("none.gguf", None),
     ):
         pass
 

@@ -65,7 +65,7 @@ def test_without_a_model_the_store_is_served(folder: Path, begun: list[Any]) -> 
     models = served(begun, "--max-memory", "2", "--keep-alive", "1h")
     assert names(models) == ["kept"]
     assert models.budget == 2 * GIB
-    assert models._keep_alive == 3600
+    assert models.keep_alive == 3600
 
 
 def test_the_memory_for_models_is_printed(folder: Path, begun: list[Any]) -> None:
@@ -77,14 +77,14 @@ def test_several_models_are_served_with_aliases(folder: Path, begun: list[Any]) 
     models = served(begun, folder / "one.gguf", folder / "two.gguf", "-a", "gpt-4o=two", "--keep-alive", "-1")
     assert names(models) == ["one", "two"], "the store's are not"
     assert models.catalogue.find("GPT-4o:latest") == models.catalogue.find("two")
-    assert models._first == ("one", "two")
-    assert math.isinf(models._keep_alive)
+    assert models.first == ("one", "two")
+    assert math.isinf(models.keep_alive)
 
 
 def test_a_folder_is_served(folder: Path, begun: list[Any]) -> None:
     models = served(begun, folder)
     assert names(models) == ["one", "two"]
-    assert models._first == (), "they are loaded when a request names them"
+    assert models.first == (), "they are loaded when a request names them"
     assert models.budget > 0
 
 

@@ -68,7 +68,7 @@ def test_what_messages_name_in_backticks_has_an_option() -> None:
 
 def test_each_name_has_an_option() -> None:
     settings = {name for name in LoadSettings.__dataclass_fields__ if name not in WITHOUT_OPTION}
-    known = {*settings, *wording._OTHERS, *wording._ALIKE, *wording._WORDS}
+    known = {*settings, *wording.OTHERS, *wording.ALIKE, *wording.WORDS}
     assert {name for name in known if option_of(name) not in options()} == set()
 
 

@@ -469,7 +469,7 @@ def test_cancelling_in_the_thread_that_steps_does_not_wait_for_itself(
 def test_the_thread_ends_when_nothing_is_left_and_comes_again(
     thread: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "_LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(driver, "LINGER_SECONDS", 0.0)
     step, running = thread.engine.backend.step, list[threading.Thread]()
 
     def stepped(batch: Batch) -> StepResult:

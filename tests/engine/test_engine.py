@@ -567,7 +567,7 @@ def test_scores_are_the_logits_from_the_first_position_on(first: int, max_batch:
 
 
 def test_scoring_bounds_the_logits_of_one_step(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hotset.engine.scheduler._MAX_LOGITS_BYTES", 10 * 4 * 97)
+    monkeypatch.setattr("hotset.engine.scheduler.MAX_LOGITS_BYTES", 10 * 4 * 97)
     scoring = Engine(FakeBackend(), 512, prompt_seconds=math.inf)
     sizes = []
     scoring.enqueue(

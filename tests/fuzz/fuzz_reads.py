@@ -160,7 +160,7 @@ def main() -> int:
             from byte_models import write_sparse
 
             path = write_sparse(Path(scratch) / "model.gguf")
-            ram.own_memory, ram._PROGRAM = lambda: 0, 0  # what the program may take would hold all of it
+            ram.own_memory, ram.PROGRAM = lambda: 0, 0  # what the program may take would hold all of it
         budget = args.budget or least_budget(path, max_sequences=args.streams)
         report = attack(path, args.tokens, args.share, args.streams, args.seed, budget)
     for problem in report.problems:

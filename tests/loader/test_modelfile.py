@@ -252,7 +252,7 @@ def test_a_created_model_is_read_again_when_it_changed(model: Path) -> None:
 
 
 def test_no_more_is_kept_than_can_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(created, "_MAX_BYTES", 3000)
+    monkeypatch.setattr(created, "MAX_BYTES", 3000)
     made = created.Created(base="x", modelfile="a" * 1000)
     created.add("one", made)
     created.add("two", made)
@@ -387,7 +387,7 @@ def test_a_server_of_several_has_a_created_one(
     inside("serve", brief, "--keep-alive", "5m")
     (models,) = begun
     assert [one.name for one in models.catalogue.models] == ["model", "brief"]
-    assert models._first == ("brief",)
+    assert models.first == ("brief",)
 
 
 def test_a_batch_of_a_created_model(model: Path, brief: str) -> None:

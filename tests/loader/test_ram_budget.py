@@ -33,7 +33,7 @@ GIB = 2**30
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file with predictors; what the program takes is no part of its budget."""
     monkeypatch.setattr(ram, "own_memory", lambda: 0)
-    monkeypatch.setattr(ram, "_PROGRAM", 0)
+    monkeypatch.setattr(ram, "PROGRAM", 0)
     return write_sparse(tmp_path / "model.gguf")
 
 
@@ -120,11 +120,11 @@ def test_disks_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     file, kept = tmp_path / "data", tmp_path / "machine.json"
     file.write_bytes(bytes(2 << 20))
     assert measure_disk(file, path=kept) == USUAL
-    monkeypatch.setattr(disk, "_SMALLEST_FILE", 1)
-    monkeypatch.setattr(disk, "_SECONDS", 0.001)
+    monkeypatch.setattr(disk, "SMALLEST_FILE", 1)
+    monkeypatch.setattr(disk, "SECONDS", 0.001)
     measured = measure_disk(file, path=kept)
     assert all(rate > 0 for _, rate in measured.rates)
-    monkeypatch.setattr(disk, "_SECONDS", None)  # no second time
+    monkeypatch.setattr(disk, "SECONDS", None)  # no second time
     assert measure_disk(file, path=kept) == measured
 
 
@@ -139,8 +139,8 @@ def test_threads_read_where_the_kernel_gives_no_ring(tmp_path: Path, monkeypatch
         return made(ring, depth)
 
     monkeypatch.setattr(_core, "Reader", reader)
-    monkeypatch.setattr(disk, "_SMALLEST_FILE", 1)
-    monkeypatch.setattr(disk, "_SECONDS", 0.001)
+    monkeypatch.setattr(disk, "SMALLEST_FILE", 1)
+    monkeypatch.setattr(disk, "SECONDS", 0.001)
     assert not measure_disk(file, path=tmp_path / "machine.json").ring
     assert DiskRates(True, 8, USUAL.rates).reader().ring is False
 

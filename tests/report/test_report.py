@@ -234,9 +234,9 @@ def test_the_words_of_a_plot_have_its_numbers():
 
 
 def test_a_band_lies_where_the_layers_do():
-    axis = plots._new_figure(2.0).subplots()
+    axis = plots.new_figure(2.0).subplots()
     x, values = np.array([1.0, 2.0, 4.0]), np.array([[10, 20, 30], [14, 28, 42], [12, 24, 36], [11, 22, 33]])
-    plots._band(axis, x, np.concatenate([values, np.full((1, 3), np.nan)]))
+    plots.band(axis, x, np.concatenate([values, np.full((1, 3), np.nan)]))
     outer, middle = (set(map(tuple, area.get_paths()[0].vertices)) for area in axis.collections)
     assert outer == set(zip(x, values.min(axis=0), strict=True)) | set(
         zip(x, values.max(axis=0), strict=True)

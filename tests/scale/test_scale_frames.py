@@ -110,7 +110,7 @@ def header(number: int = 0, kind: int = 1, magic: bytes = b"HSTG", version: int 
     """The header of a frame with its tag, as a hostile stage that has the key would send it. shapes: field →
     type, rows and columns."""
     given = [value for field in FIELDS for value in shapes.get(field.name, (0, 0, 0))]
-    found = frames._HEADER.pack(magic, version, kind, number, 0, *given)
+    found = frames.HEADER.pack(magic, version, kind, number, 0, *given)
     return found + frames.hmac.digest(FORWARD, found, "sha256")
 
 
@@ -246,7 +246,7 @@ def test_no_length_is_allocated_before_it_is_within_bounds(
     def never(*_: Any) -> None:
         raise AssertionError("this memory is not to be allocated")
 
-    code, most = frames._TYPES[field.dtype], getattr(PIECES, field.rows)
+    code, most = frames.TYPES[field.dtype], getattr(PIECES, field.rows)
     columns = 1 if field.columns is None else getattr(PIECES, field.columns)
     shapes = [(most + 1, columns), (1, columns + 1), (2**32 - 1, 2**32 - 1)]
     with monkeypatch.context() as patched:
@@ -321,7 +321,7 @@ def test_a_hostile_pickle_is_numbers_or_text(tmp_path: Path) -> None:
     for i, field in enumerate(FIELDS):
         n = len(raw) // np.dtype(field.dtype).itemsize
         shape = (n, 1) if field.columns is None else (1, n)
-        given = [*shapes[:i], (frames._TYPES[field.dtype], *shape), *shapes[i + 1 :]]
+        given = [*shapes[:i], (frames.TYPES[field.dtype], *shape), *shapes[i + 1 :]]
         frame = Frame(FrameKind.PIECE, 1, tuple(value for one in given for value in one), (raw,))
         ours, theirs = socket.socketpair()
         bounds = replace(LARGE, n_columns=n)

@@ -136,10 +136,10 @@ def test_a_neighbour_needs_the_key(key: bytes) -> None:
         with pytest.raises(LinkError, match=rf"the stage at {HOST}:\d+ does not have the key of this line"):
             joined(inlet.address, new_key(), ENTERS)
         with socket.create_connection(inlet.address) as stranger:  # who does not mind that
-            hello = links._HELLO.pack(links.MAGIC, links.VERSION, ENTERS, b"n" * 32)
+            hello = links.HELLO.pack(links.MAGIC, links.VERSION, ENTERS, b"n" * 32)
             stranger.sendall(hello)
-            number = links._ANSWER.unpack(stranger.recv(links._ANSWER.size, socket.MSG_WAITALL))[2]
-            stranger.sendall(links._proof(new_key(), b"neighbour", hello, number))
+            number = links.ANSWER.unpack(stranger.recv(links.ANSWER.size, socket.MSG_WAITALL))[2]
+            stranger.sendall(links.proof_of(new_key(), b"neighbour", hello, number))
             assert ended(stranger)
         with pytest.raises(LinkError, match="did not connect in time"):
             inlet.accept(0)
@@ -157,14 +157,14 @@ def test_the_proof_of_one_connection_is_none_of_another(key: bytes) -> None:
         with Recorded() as tcp:
             tcp.connect(inlet.address)
             with (
-                links._greet(tcp, key, ENTERS, links.time.monotonic() + WATCHDOG, "it"),
+                links.greet(tcp, key, ENTERS, links.time.monotonic() + WATCHDOG, "it"),
                 inlet.accept(WATCHDOG)[1],
             ):
                 pass
         hello, proof = said
         with socket.create_connection(inlet.address) as stranger:
             stranger.sendall(hello + proof)
-            assert len(stranger.recv(links._ANSWER.size, socket.MSG_WAITALL)) == links._ANSWER.size
+            assert len(stranger.recv(links.ANSWER.size, socket.MSG_WAITALL)) == links.ANSWER.size
             assert ended(stranger)
         with pytest.raises(LinkError, match="did not connect in time"):
             inlet.accept(0)
@@ -212,7 +212,7 @@ def listening(answer: Callable[[socket.socket], object]) -> Iterator[links.Addre
 
 
 def answered(version: int, magic: bytes = links.MAGIC) -> Callable[[socket.socket], object]:
-    return lambda tcp: tcp.sendall(links._ANSWER.pack(magic, version, b"n" * 32, b"p" * 32))
+    return lambda tcp: tcp.sendall(links.ANSWER.pack(magic, version, b"n" * 32, b"p" * 32))
 
 
 @pytest.mark.parametrize(

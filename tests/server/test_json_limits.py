@@ -56,7 +56,7 @@ def counted(given: bytes) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize("chunk", quick_are((2, 1000), [1, 2, 3, 7, 1000]))
 def test_parts_are_counted_like_a_whole_body(chunk: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(json_limits, "_CHUNK", chunk)
+    monkeypatch.setattr(json_limits, "CHUNK", chunk)
     draw = random.Random(chunk)
     pieces = [b"[", b"]", b"{", b"}", b",", b'""', b'"\\""', b'"a\\\\"', b'"\\\\\\"[,"', b'"[{"', b"1"]
     for _ in range(200 if chunk < 4 else 2000):  # counting in small parts is slow

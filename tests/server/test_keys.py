@@ -117,7 +117,7 @@ async def test_keys_of_several_models(path: Path, tmp_path: Path) -> None:
         assert [one["name"] for one in listed] == ["other"]
         assert (await client.post("/v1/completions", json=BODY, headers=of("r"))).status_code == 200
         text = {"content": "hello"}  # no model is named; this key may not use the last used one
-        (slot,) = [slot for slot in models._slots.values() if slot.name == "tiny"]
+        (slot,) = [slot for slot in models.slots.values() if slot.name == "tiny"]
         used = slot.used
         assert (await client.post("/tokenize", json=text, headers=of("a"))).status_code == 200
         assert slot.used == used

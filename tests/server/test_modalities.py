@@ -67,7 +67,7 @@ def test_a_large_form_is_read_and_not_stored(path: Path) -> None:
 async def test_a_form_without_an_end_is_not_read_to_the_end(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(modalities, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(modalities, "MOST_BYTES", 1 << 20)
     sent = 0
 
     async def endless() -> AsyncIterator[bytes]:

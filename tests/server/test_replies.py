@@ -135,7 +135,7 @@ def test_a_long_event_is_written_outside_the_event_loop(monkeypatch: pytest.Monk
 
 
 async def test_a_long_reply_is_sent_no_faster_than_the_client_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "_SENT_BYTES", 100)
+    monkeypatch.setattr(replies, "SENT_BYTES", 100)
     reply = JsonReply({"tokens": list(range(1000))})
     reading = asyncio.Event()
     sent: list[Message] = []

@@ -269,7 +269,7 @@ def test_adapters_count_for_the_memory_of_all_models(folder: Path) -> None:
         async with client_to(models) as client:
             for name in ("other", "tiny"):
                 await asked(client, model=name)
-            slot = models._slots["tiny"]
+            slot = models.slots["tiny"]
             before = slot.n_bytes
             with open_gguf(folder / "one.gguf") as gguf:
                 adapter = sum(info.nbytes for info in gguf.tensors.values())
@@ -321,11 +321,11 @@ def test_an_adapter_counts_with_its_bytes_in_memory(folder: Path) -> None:
         models = Models(catalogue, load=load, budget=1 << 33)
         async with client_to(models) as client:
             await asked(client)
-            found[len(lora)] = models._slots["tiny"].n_bytes
+            found[len(lora)] = models.slots["tiny"].n_bytes
             if lora:
                 body = {"lora_name": "blocks", "model": "tiny"}
                 assert (await client.post("/v1/unload_lora_adapter", json=body)).status_code == 200
-                assert models._slots["tiny"].n_bytes == found[0]
+                assert models.slots["tiny"].n_bytes == found[0]
 
     for lora in ([], ["blocks.gguf"]):
         asyncio.run(whole(lora))

@@ -23,6 +23,7 @@ from waiting import WATCHDOG, until
 import hotset
 from hotset.errors import InvalidRequestError
 from hotset.loader.build import open_model
+from hotset.server import models as models_module
 from hotset.server.app import create_app
 from hotset.server.catalogue import Catalogue
 from hotset.server.listen import Server, bound_socket
@@ -132,7 +133,7 @@ async def test_200_requests_over_three_models_with_room_for_two(folder: Path, fa
 
         async def watch() -> None:
             while True:
-                most.append(sum(slot.n_bytes for slot in models._slots.values()))
+                most.append(sum(slot.n_bytes for slot in models.slots.values()))
                 await models.changed()
 
         watching = asyncio.create_task(watch())
@@ -164,7 +165,7 @@ def test_an_unloaded_model_leaves_nothing(folder: Path, facts: dict[str, Any]) -
     async def work() -> None:
         async with serving(folder, room_for(facts, *NAMES)) as (client, models):
             assert (await answer(client, "two")).status_code == 200
-            service = models._slots["two"].service
+            service = models.slots["two"].service
             assert service is not None
             model = service.model
             parts = model, model.engine, model.backend, model.weights, model.gguf, model.tokenizer, service
@@ -205,10 +206,10 @@ async def test_a_model_that_answers_is_not_unloaded(folder: Path, facts: dict[st
         held: list[Any] = []
         assert models.at_once("three", held, required=True) is not None  # a request that continues
         other = asyncio.create_task(answer(client, "one"))
-        await changes(models, lambda: models._slots["three"].is_victim)
+        await changes(models, lambda: models.slots["three"].is_victim)
         again = asyncio.create_task(answer(client, "three", PROMPTS[1]))
-        await changes(models, lambda: len(models._slots["three"].waiting) == 1)
-        assert models._slots["three"].state == "loaded"
+        await changes(models, lambda: len(models.slots["three"].waiting) == 1)
+        assert models.slots["three"].state == "loaded"
         assert not other.done()
         models.release(held[0])
         assert (await other).json()["choices"][0]["text"] == facts["one"]["texts"][PROMPTS[0]]
@@ -222,16 +223,16 @@ async def test_a_cancelled_request_keeps_the_other_model_loaded(folder: Path, fa
         held: list[Any] = []
         assert models.at_once("three", held, required=True) is not None
         other = asyncio.create_task(answer(client, "one"))
-        await changes(models, lambda: models._slots["three"].is_victim)
+        await changes(models, lambda: models.slots["three"].is_victim)
         behind = asyncio.create_task(answer(client, "three"))
-        await changes(models, lambda: len(models._slots["three"].waiting) == 1)
+        await changes(models, lambda: len(models.slots["three"].waiting) == 1)
         other.cancel()
         await asyncio.gather(other, return_exceptions=True)
         assert (await behind).status_code == 200, "beside the request that goes on"
         await changes(models, lambda: states(models) == {"three": "loaded"})
         models.release(held[0])
-        assert models._slots["three"].holds == 0
-        assert not models._slots["one"].waiting
+        assert models.slots["three"].holds == 0
+        assert not models.slots["one"].waiting
 
 
 async def test_events_of_a_load(folder: Path, facts: dict[str, Any]) -> None:
@@ -291,17 +292,19 @@ async def test_a_draft_model_counts_for_the_memory_of_all_models(
             reply = await answer(client, "two")
             if reply.status_code == 200:
                 assert reply.json()["choices"][0]["text"] == facts["two"]["texts"][PROMPTS[0]]
-                assert needed < models._slots["two"].n_bytes <= budget
+                assert needed < models.slots["two"].n_bytes <= budget
             else:
                 assert (reply.status_code, reply.json()["error"]["code"]) == (503, "out_of_memory")
                 assert budget <= needed
 
 
-async def test_a_model_that_is_too_large_is_refused(folder: Path, facts: dict[str, Any]) -> None:
+async def test_a_model_that_is_too_large_is_refused(
+    folder: Path, facts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models_module, "FAILED_SECONDS", 0.0)
     async with serving(folder, room_for(facts, "one")) as (client, models):
         for _ in range(2):
             assert (await answer(client, "one")).status_code == 200
-            models._slot_of(models.catalogue.find("three")).failure = None  # as if some seconds had passed
             reply = await answer(client, "three")
             assert reply.status_code == 503
             assert reply.json()["error"]["code"] == "out_of_memory"
@@ -422,7 +425,7 @@ async def test_pinned_models_and_settings_per_model(
             for name in ("two", "mine"):
                 assert (await answer(client, name)).status_code == 200
         assert states(models)["three"] == "loaded"
-        assert models._slots["three"].expires is None
+        assert models.slots["three"].expires is None
         reply = await client.post("/api/generate", json={"model": "big", "keep_alive": 0})
         assert reply.json()["done_reason"] == "load"
         assert states(models)["three"] == "loaded", "a pinned one stays"
@@ -505,21 +508,21 @@ async def test_management_needs_a_key_or_this_machine(folder: Path, facts: dict[
 
     budget = room_for(facts, "one")
     elsewhere = {"allowed_hosts": ("*",), "cors_origins": ("*",)}
-    async with serving(folder, budget, settings=elsewhere) as (client, _models):
+    async with serving(folder, budget, settings=elsewhere) as (client, models):
         for where in asked:
             assert await status(client, where) == 404
             assert await status(client, where, origin="https://page.example") == 403
             for by_proxy in ("x-forwarded-for", "x-forwarded-proto", "x-real-ip", "via"):
                 assert await status(client, where, **{by_proxy: "10.0.0.5"}) == 403
         for address in (("10.0.0.5", 7), None):  # None: the client has reset the connection
-            transport = httpx.ASGITransport(client._transport.app, client=address)  # type: ignore[attr-defined, arg-type]
+            transport = httpx.ASGITransport(create_app(models), client=address)  # type: ignore[arg-type]
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as remote:
                 for where in asked:
                     assert await status(remote, where) == 403
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as remote:
             assert (await remote.get("/v1/models")).status_code == 200
-    async with serving(folder, budget, settings={"api_keys": ("secret",)}) as (client, _):
-        transport = httpx.ASGITransport(client._transport.app, client=("10.0.0.5", 7))  # type: ignore[attr-defined]
+    async with serving(folder, budget, settings={"api_keys": ("secret",)}) as (_, models):
+        transport = httpx.ASGITransport(create_app(models), client=("10.0.0.5", 7))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as remote:
             for where in asked:
                 assert await status(remote, where) == 401
@@ -566,41 +569,44 @@ def _written(path: Path, text: str) -> Path:
     return path
 
 
-async def test_a_model_that_is_added_later_is_found(facts: dict[str, Any], home: Path, folder: Path) -> None:
-    async with serving(None, room_for(facts, "one")) as (client, models):
+async def test_a_model_that_is_added_later_is_found(
+    facts: dict[str, Any], home: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(None, room_for(facts, "one")) as (client, _):
         assert (await answer(client, "one")).status_code == 404
         (home / "one.gguf").write_bytes((folder / "one.gguf").read_bytes())
-        models._scanned = -1e9  # as if a second had passed
+        monkeypatch.setattr(models_module, "SCAN_SECONDS", 0.0)  # as if a second had passed
         assert (await answer(client, "one")).status_code == 200
 
 
 async def test_too_many_waiting_requests_are_refused(folder: Path, facts: dict[str, Any]) -> None:
     async with serving(folder, room_for(facts, "three"), settings={"max_queue": 2}) as (client, models):
-        slow = models._slot_of(models.catalogue.find("two"))  # type: ignore[arg-type]
-        slow.state = "queued"  # and its turn never comes
+        assert (await answer(client, "three")).status_code == 200
+        held: list[Any] = []
+        assert models.at_once("three", held, required=True) is not None  # "two" waits for its memory
         waiting = [asyncio.create_task(answer(client, "two")) for _ in range(2)]
-        await changes(models, lambda: len(slow.waiting) == 2)
+        await changes(models, lambda: "two" in models.slots and len(models.slots["two"].waiting) == 2)
         refused = await answer(client, "two")
         assert refused.status_code == 429
         assert "retry-after" in refused.headers
-        slow.state = "unloaded"
-        models._want(slow)
+        models.release(held[0])
         assert [(await one).status_code for one in waiting] == [200, 200]
 
 
 async def test_shutdown_answers_waiting_requests(folder: Path, facts: dict[str, Any]) -> None:
     async with serving(folder, room_for(facts, "three")) as (client, models):
-        slow = models._slot_of(models.catalogue.find("two"))  # type: ignore[arg-type]
-        slow.state = "queued"
+        assert (await answer(client, "three")).status_code == 200
+        held: list[Any] = []
+        assert models.at_once("three", held, required=True) is not None  # "two" waits for its memory
         waiting = asyncio.create_task(answer(client, "two"))
-        await changes(models, lambda: len(slow.waiting) == 1)
+        await changes(models, lambda: "two" in models.slots and len(models.slots["two"].waiting) == 1)
         models.stopping = True
         models.end_answers()
         reply = await waiting
         assert reply.status_code == 503
         assert "shut down" in reply.json()["error"]["message"]
         assert (await client.get("/health")).status_code == 503
-        slow.state = "unloaded"
+        models.release(held[0])
 
 
 class _Fetch:
@@ -659,7 +665,7 @@ async def test_memory_for_an_adapter_is_released_with_its_model(folder: Path, fa
     async with serving(folder, room_for(facts, "one", "two")) as (client, models):
         for name in ("one", "two"):
             assert (await answer(client, name)).status_code == 200
-        one, unload = models._slots["one"], models._unload
+        one, unload = models.slots["one"], models._unload
         assert one.service is not None
         model = weakref.ref(one.service.model)
 
@@ -669,7 +675,7 @@ async def test_memory_for_an_adapter_is_released_with_its_model(folder: Path, fa
 
         models._unload = unload_both  # type: ignore[method-assign]
         await models._grow(one, model, 1000)
-        assert (one.state, one.n_bytes, models._slots["two"].n_bytes) == ("unloaded", 0, 0)
+        assert (one.state, one.n_bytes, models.slots["two"].n_bytes) == ("unloaded", 0, 0)
 
 
 async def test_a_path_is_not_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from full_disk import room_for
 from tiny_server import client_of, metrics_of, run
 
 from hotset.backends.base import PAGE_SIZE
+from hotset.server.app import create_app
 from hotset.server.keys import NamedKey
 from hotset.server.service import Service
 
@@ -192,8 +193,8 @@ async def test_slots_are_for_keys_that_manage(path: Path, tmp_path: Path) -> Non
 
 
 async def test_without_keys_only_this_machine_may_use_slots(path: Path, tmp_path: Path) -> None:
-    async with client_of(path, slot_save_path=str(tmp_path)) as (client, _):
-        transport = httpx.ASGITransport(client._transport.app, client=("10.0.0.5", 7))  # type: ignore[attr-defined]
+    async with client_of(path, slot_save_path=str(tmp_path)) as (client, service):
+        transport = httpx.ASGITransport(create_app(service), client=("10.0.0.5", 7))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as remote:
             assert [(await act(one, "erase")).status_code for one in (client, remote)] == [200, 403]
 

@@ -286,7 +286,7 @@ def test_a_run_under_a_budget_hits_what_was_said(tmp_path: Path, monkeypatch: py
     from hotset.placement import ram
 
     monkeypatch.setattr(ram, "own_memory", lambda: 0)
-    monkeypatch.setattr(ram, "_PROGRAM", 0)
+    monkeypatch.setattr(ram, "PROGRAM", 0)
     model = write_sparse(tmp_path / "m.gguf")
     settings: dict[str, Any] = {"n_ctx": PAGE_SIZE, "device": "cpu", "max_batch": 1}
     with hotset.load(model, **settings, ram_budget=0.5) as roomy:

@@ -215,6 +215,6 @@ def options_of(subcommand: str) -> set[str]:
 
 def split_command(words: list[str]) -> tuple[str, list[str]]:
     """Return the subcommand of a command line, or "", and the other words."""
-    words = cli._as_options(words)
+    words = cli.as_options(words)
     n = 2 if words[:1] == ["sparse"] else 1
     return " ".join(words[:n]), words[n:]

@@ -171,7 +171,7 @@ def test_a_damaged_charsmap_does_no_harm(at: int, byte: int) -> None:
 def test_what_is_remembered_of_texts_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     _, charsmap = trained_unigram()
     expected = [CharsMap(charsmap)(text) for text in TEXTS]
-    monkeypatch.setattr("hotset.text.charsmap._REMEMBERED", 5)
+    monkeypatch.setattr("hotset.text.charsmap.REMEMBERED", 5)
     normalise = CharsMap(charsmap)
     assert [normalise(text) for text in TEXTS] == expected
     assert len(normalise._steps) <= 5

@@ -383,9 +383,9 @@ def test_what_rounding_costs_is_no_factor(monkeypatch: pytest.MonkeyPatch) -> No
                 kl += factor * float(one.loss[kind][place]) / one.n_tokens
         return Measured(saved, 9.0, 9.0, 0.0, 0.0, kl, 1.0, 100)
 
-    search = object.__new__(training._Search)
+    search = object.__new__(training.Search)
     search.held, search.progress = np.zeros((3, 8), np.int32), None
-    monkeypatch.setattr(training._Search, "_measure", measured)
+    monkeypatch.setattr(training.Search, "_measure", measured)
     choice = choices.with_share(0.99)
     assert all(loss > 0.1 for loss in choice.loss.values())
     search._measure_kinds(choices, choice)
@@ -505,7 +505,7 @@ def test_a_killed_run_goes_on(path: Path, text: str, tmp_path: Path, monkeypatch
     whole = calibrate_thresholds(path, text, tmp_path / "whole.json", settings)
     out, work = tmp_path / "out.json", tmp_path / "work"
     n_passes = n_measured = 0
-    add, compare = LossPass.add, training._Search._compare
+    add, compare = LossPass.add, training.Search._compare
 
     def counted_add(self: LossPass, *arguments: Any, **named: Any) -> None:
         nonlocal n_passes
@@ -518,7 +518,7 @@ def test_a_killed_run_goes_on(path: Path, text: str, tmp_path: Path, monkeypatch
         return compare(self, *arguments)
 
     monkeypatch.setattr(LossPass, "add", counted_add)
-    monkeypatch.setattr(training._Search, "_compare", counted_compare)
+    monkeypatch.setattr(training.Search, "_compare", counted_compare)
     per_window = 2 * 2  # two layers, forward and back
     for stop in (("losses", 3 * per_window + 1), ("kind 2 of 4", 0), ("round 1", 4 * 32)):
         with pytest.raises(KeyboardInterrupt):

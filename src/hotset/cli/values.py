@@ -26,17 +26,17 @@ def take_plain_values(options: Iterable[Any], parameters: Mapping[str, Parameter
         kinds, info = get_args(parameters[option.name].annotation)
         if info.callback is None and info.parser is None and not info.clamp:
             kind, *others = {*(get_args(kinds) or [kinds])} - {NoneType}
-            option.process_value = _Taking(option, NoneType if others else kind, info.min, info.max)
+            option.process_value = Taking(option, NoneType if others else kind, info.min, info.max)
 
 
 def take_no_value(option: Any) -> Any:
     """Return the same option, which does nothing if it is not given."""
-    if option is not None and not isinstance(option.process_value, _Taking):
-        option.process_value = _Taking(option, NoneType)
+    if option is not None and not isinstance(option.process_value, Taking):
+        option.process_value = Taking(option, NoneType)
     return option
 
 
-class _Taking:
+class Taking:
     """A replacement for an option's `process_value`."""
 
     def __init__(self, option: Any, kind: type, least: float | None = None, most: float | None = None):

@@ -12,26 +12,26 @@ import re
 from hotset.sampling_parameters import OPTIONS
 
 # Settings whose options have a different name.
-_OTHERS = OPTIONS | {
+OTHERS = OPTIONS | {
     "grace_seconds": "--grace", "kv_type": "-ctk", "max_seconds": "--timeout", "max_sequences": "-np",
     "n_ctx": "-c", "n_gpu_layers": "-ngl", "n_seqs": "--contexts", "n_threads": "-t", "n_tokens": "-n",
 }  # fmt: skip
 # Further settings that messages name without backticks or with a value.
-_ALIKE = (
+ALIKE = (
     "allow_requantize", "cache_dir", "cache_disk", "chat_template", "draft_max", "gpu_bandwidth", "gpu_index",
     "keep_alive", "log_form", "max_bytes", "max_ppl_increase", "max_queue", "max_share", "ram_budget",
     "reset_gpu_index", "sparse_prompts", "tls_cert", "tls_key", "vram_budget",
 )  # fmt: skip
-_WORDS = (
+WORDS = (
     "activation", "device", "draft", "idle", "jobs", "labels", "lookup", "lora", "predictor",
     "profile", "scored", "sparsity", "speculate", "split", "thresholds", "uniform",
 )  # fmt: skip
-_UNDERSCORED = "|".join(name for name in (*_OTHERS, *_ALIKE) if "_" in name)
+_UNDERSCORED = "|".join(name for name in (*OTHERS, *ALIKE) if "_" in name)
 _NAMED = re.compile(
-    rf"(?<![\w./\\'`-])(?P<value_of>{_UNDERSCORED}|{'|'.join(_WORDS)})=(?P<value>'[^']*'|[\w.%]*[\w%])"
+    rf"(?<![\w./\\'`-])(?P<value_of>{_UNDERSCORED}|{'|'.join(WORDS)})=(?P<value>'[^']*'|[\w.%]*[\w%])"
     r"|`(?P<word>[a-z][a-z0-9_]*)`"
     rf"|(?<![\w./\\'-])(?P<name>{_UNDERSCORED})(?![\w/\\'-]|\.\w)"
-    rf"|^(?P<first>{'|'.join(_WORDS)})(?= (?:must|requires|cannot) )"
+    rf"|^(?P<first>{'|'.join(WORDS)})(?= (?:must|requires|cannot) )"
 )
 # Messages about a models file or a Modelfile, which use these names themselves.
 _OF_A_FILE = re.compile(
@@ -41,7 +41,7 @@ _OF_A_FILE = re.compile(
 
 def option_of(name: str) -> str:
     """Return the option for a setting or parameter of Python."""
-    return _OTHERS.get(name) or f"--{name.replace('_', '-')}"
+    return OTHERS.get(name) or f"--{name.replace('_', '-')}"
 
 
 def in_options(message: str) -> str:

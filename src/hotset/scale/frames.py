@@ -2,7 +2,7 @@
 
     header | tag of the header | arrays of the fields that are present, in the order of FIELDS | tag of both
 
-The header is a struct (see _HEADER): magic, version, kind, sequence number, step, and for each field its
+The header is a struct (see HEADER): magic, version, kind, sequence number, step, and for each field its
 type (0: absent) and shape. All numbers are little-endian. A tag is HMAC-SHA-256 with the key of this
 connection and direction (links.py). The sequence number counts frames. A frame that is altered, replayed,
 left out or out of order is therefore rejected. The header has its own tag because its lengths are used
@@ -35,7 +35,7 @@ TEXT_BYTES = 1 << 20  # of a text field: names of taps, or an error message
 TAG_BYTES = 32
 _MESSAGE_LETTERS = 4096  # of an error message; the rest is left out
 _CHUNK = 1 << 18  # bytes that are hashed and sent at a time: one side hashes while the other one sends
-_TYPES = {"<i4": 1, "<f4": 2, "|u1": 3}  # number in the header
+TYPES = {"<i4": 1, "<f4": 2, "|u1": 3}  # number in the header
 
 
 class LinkError(ConnectionError):
@@ -129,8 +129,8 @@ FIELDS = (  # fields of four bytes come first, so every array is aligned
 )
 _REQUIRED = ("tokens", "positions", "sequences", "page_tables", "outputs")  # of a batch
 _OPTIONAL = ("thresholded", "states", "saves")
-_HEADER = struct.Struct("<4sHHQq" + "BII" * len(FIELDS))
-HEADER_BYTES = _HEADER.size
+HEADER = struct.Struct("<4sHHQq" + "BII" * len(FIELDS))
+HEADER_BYTES = HEADER.size
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def encode(message: Message, bounds: Bounds) -> Frame:
         rows, columns = array.shape if array.ndim == 2 else (len(array), 1)
         if problem := _out_of_bounds(field, rows, columns, bounds):
             raise InvalidRequestError(problem)
-        shapes += _TYPES[field.dtype], rows, columns
+        shapes += TYPES[field.dtype], rows, columns
         parts.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     return Frame(kind, message.step, tuple(shapes), tuple(parts))
 
@@ -249,7 +249,7 @@ class Channel:
 
     def send(self, frame: Frame) -> None:
         """Send a frame. Raises OSError if the other side is gone."""
-        header = _HEADER.pack(MAGIC, VERSION, frame.kind, self._n_sent, frame.step, *frame.shapes)
+        header = HEADER.pack(MAGIC, VERSION, frame.kind, self._n_sent, frame.step, *frame.shapes)
         self._n_sent += 1
         mac = self._sends.copy()
         mac.update(header)
@@ -280,7 +280,7 @@ class Channel:
         self._fill(head[n:])
         mac = self._receives.copy()
         mac.update(head[:HEADER_BYTES])
-        magic, version, kind, number, step, *shapes = _HEADER.unpack_from(head)
+        magic, version, kind, number, step, *shapes = HEADER.unpack_from(head)
         if not hmac.compare_digest(head[HEADER_BYTES:], mac.digest()):
             raise LinkError("a frame's header is damaged: its tag does not fit")
         if (magic, version, number, kind) != (MAGIC, VERSION, self._n_received, bounds.kind):
@@ -294,8 +294,8 @@ class Channel:
         for field, code, rows, columns in zip(FIELDS, shapes[::3], shapes[1::3], shapes[2::3], strict=True):
             if not code:
                 continue
-            if code != _TYPES[field.dtype]:
-                raise LinkError(f"{field.name} of a frame has type {code}, not {_TYPES[field.dtype]}")
+            if code != TYPES[field.dtype]:
+                raise LinkError(f"{field.name} of a frame has type {code}, not {TYPES[field.dtype]}")
             if problem := _out_of_bounds(field, rows, columns, bounds):
                 raise LinkError(problem)
             start, shape = end, (rows,) if field.columns is None else (rows, columns)

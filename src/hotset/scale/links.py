@@ -6,7 +6,7 @@ each stage sends its result to the next, and the last one sends rows back.
 
     driver ── enters ─> stage ── enters ─> stage ── leaves ─> driver
 
-Both sides of a connection prove that they have the line's key before anything else is read (`_greet` and
+Both sides of a connection prove that they have the line's key before anything else is read (`greet` and
 `_answer`: a challenge and a response each way, HMAC-SHA-256). Frames follow (frames.py). Their tags have
 separate keys for each connection and direction, which are derived from the key and the random numbers of both
 sides.
@@ -53,8 +53,8 @@ _RETRY_SECONDS = 0.05  # before a dropped connection tries again
 _GONE_SECONDS = 10  # after which a silent machine counts as gone
 
 # The messages of a handshake: the connecting side's hello, the stage's answer, and a proof of each side.
-_HELLO = struct.Struct("<4sHB32s")  # magic, version, end, random number
-_ANSWER = struct.Struct("<4sH32s32s")  # magic, version, random number, proof
+HELLO = struct.Struct("<4sHB32s")  # magic, version, end, random number
+ANSWER = struct.Struct("<4sH32s32s")  # magic, version, random number, proof
 
 
 def new_key() -> bytes:
@@ -62,7 +62,7 @@ def new_key() -> bytes:
     return secrets.token_bytes(32)
 
 
-def _proof(key: bytes, purpose: bytes, hello: bytes, number: bytes) -> bytes:
+def proof_of(key: bytes, purpose: bytes, hello: bytes, number: bytes) -> bytes:
     """Return a proof of the key. purpose: which proof, or key of the connection. number: the stage's."""
     return hmac.digest(key, b"hotset stage: " + purpose + hello + number, "sha256")
 
@@ -93,7 +93,7 @@ def joined(address: Address, key: bytes, end: int) -> Channel:
         except OSError as error:
             raise LinkError(f"{where} cannot be reached ({clause(error)})") from None
         try:
-            return _greet(tcp, key, end, until, where)
+            return greet(tcp, key, end, until, where)
         except BaseException as error:
             tcp.close()
             if isinstance(error, LinkError) or not isinstance(error, LOST):
@@ -102,12 +102,12 @@ def joined(address: Address, key: bytes, end: int) -> Channel:
     raise LinkError(f"{where} did not answer within {HANDSHAKE_SECONDS:g} s")
 
 
-def _greet(tcp: socket.socket, key: bytes, end: int, until: float, where: str) -> Channel:
+def greet(tcp: socket.socket, key: bytes, end: int, until: float, where: str) -> Channel:
     """Perform the handshake of the connecting side. where: for messages."""
     _tune(tcp)
-    hello = _HELLO.pack(MAGIC, VERSION, end, secrets.token_bytes(32))
+    hello = HELLO.pack(MAGIC, VERSION, end, secrets.token_bytes(32))
     tcp.sendall(hello)
-    magic, version, number, proof = _ANSWER.unpack(_read(tcp, _ANSWER.size, until))
+    magic, version, number, proof = ANSWER.unpack(_read(tcp, ANSWER.size, until))
     if magic != MAGIC:
         raise LinkError(f"{where} is none: something else listens there")
     if version != VERSION:
@@ -115,16 +115,16 @@ def _greet(tcp: socket.socket, key: bytes, end: int, until: float, where: str) -
             f"{where} has version {version} of the frames between stages, and this machine {VERSION}; "
             "install the same version of hotset on each machine"
         )
-    if not hmac.compare_digest(proof, _proof(key, b"stage", hello, number)):
+    if not hmac.compare_digest(proof, proof_of(key, b"stage", hello, number)):
         raise LinkError(f"{where} does not have the key of this line")
-    tcp.sendall(_proof(key, b"neighbour", hello, number))
-    if not hmac.compare_digest(_read(tcp, TAG_BYTES, until), _proof(key, b"accepted", hello, number)):
+    tcp.sendall(proof_of(key, b"neighbour", hello, number))
+    if not hmac.compare_digest(_read(tcp, TAG_BYTES, until), proof_of(key, b"accepted", hello, number)):
         raise LinkError(f"{where} does not have the key of this line")
     tcp.settimeout(None)
     return Channel(
         tcp,
-        sends=_proof(key, b"frames to the stage", hello, number),
-        receives=_proof(key, b"frames from the stage", hello, number),
+        sends=proof_of(key, b"frames to the stage", hello, number),
+        receives=proof_of(key, b"frames from the stage", hello, number),
     )
 
 
@@ -188,7 +188,7 @@ class Inlet:
                 ).start()
 
     def _answer(self, tcp: socket.socket) -> None:
-        """Perform the handshake of the stage's side (see `_greet`), and close the connection on an error."""
+        """Perform the handshake of the stage's side (see `greet`), and close the connection on an error."""
         with suppress(*LOST):
             try:
                 self._admit(tcp)
@@ -201,29 +201,29 @@ class Inlet:
     def _admit(self, tcp: socket.socket) -> None:
         """Queue a neighbour that proves to have the key. Raises one of LOST for any other."""
         until = time.monotonic() + self._seconds
-        hello = _read(tcp, _HELLO.size, until)
-        magic, version, end, _ = _HELLO.unpack(hello)
+        hello = _read(tcp, HELLO.size, until)
+        magic, version, end, _ = HELLO.unpack(hello)
         if magic != MAGIC or end not in (ENTERS, LEAVES):
             raise EOFError
         number = secrets.token_bytes(32)
-        tcp.sendall(_ANSWER.pack(MAGIC, VERSION, number, _proof(self._key, b"stage", hello, number)))
+        tcp.sendall(ANSWER.pack(MAGIC, VERSION, number, proof_of(self._key, b"stage", hello, number)))
         if version != VERSION:
             raise EOFError
         found = _read(tcp, TAG_BYTES, until)
-        if not hmac.compare_digest(found, _proof(self._key, b"neighbour", hello, number)):
+        if not hmac.compare_digest(found, proof_of(self._key, b"neighbour", hello, number)):
             raise EOFError
         _tune(tcp)
         tcp.settimeout(None)
         channel = Channel(
             tcp,
-            sends=_proof(self._key, b"frames from the stage", hello, number),
-            receives=_proof(self._key, b"frames to the stage", hello, number),
+            sends=proof_of(self._key, b"frames from the stage", hello, number),
+            receives=proof_of(self._key, b"frames to the stage", hello, number),
         )
         with self._lock:
             if tcp not in self._pending or self._closed.is_set():  # it was dropped
                 raise EOFError
             self._pending.remove(tcp)
-            tcp.sendall(_proof(self._key, b"accepted", hello, number))
+            tcp.sendall(proof_of(self._key, b"accepted", hello, number))
             self._accepted.put((end, channel))
 
 

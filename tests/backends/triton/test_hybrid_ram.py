@@ -243,7 +243,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a file with predictors and published activations. The budget excludes the program itself."""
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(ram, "own_memory", lambda: 0)
-    monkeypatch.setattr(ram, "_PROGRAM", 0)
+    monkeypatch.setattr(ram, "PROGRAM", 0)
     path = write_sparse(tmp_path / "model.gguf", n_ff=512, ranks=(32,) * 4)
     rng = np.random.default_rng(4)
     fires = [np.sort(rng.integers(1, 100, 512))[::-1].astype(np.uint64) for _ in range(4)]
@@ -317,7 +317,7 @@ def held_within_its_plan(loaded: hotset.Model) -> None:
     assert weights.resident.nbytes <= planned.weights + 128
     assert isinstance(loaded.backend, ChainBackend)
     services = [
-        stage._worker for stage in loaded.backend.stages if isinstance(stage, GpuStage) and stage._worker
+        stage.worker for stage in loaded.backend.stages if isinstance(stage, GpuStage) and stage.worker
     ]
     own = [stage for stage in loaded.backend.stages if isinstance(stage, CpuBackend)]
     held = sum(one.buffer_bytes for one in (*services, *own))  # type: ignore[union-attr]

@@ -63,7 +63,7 @@ class Made:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(autotune, "_SECONDS", 1e6)
+    monkeypatch.setattr(autotune, "SECONDS", 1e6)
     return tmp_path / "machine.json"
 
 
@@ -114,7 +114,7 @@ def test_noise_changes_nothing(kept: Path) -> None:
 def test_measuring_is_bounded(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the time limit for all types of a load. Unmeasured fields keep their defaults. A type that was
     begun is not measured again, but the next one is."""
-    monkeypatch.setattr(autotune, "_SECONDS", 1.05)
+    monkeypatch.setattr(autotune, "SECONDS", 1.05)
     made = Made()
     shapes = made.tuned(kept, Q4, Q6)
     assert len(made.steps) == 11

@@ -56,7 +56,10 @@ def assert_drafts_change_nothing(path: Path, how: dict[str, Any], plain: dict[st
         counted = model.thread.counters()
         assert counted.drafted_tokens >= counted.accepted_tokens > 0
         assert isinstance(model.backend, WholeVulkan)
-        device, with_drafter = model.backend.stage._device, sum(model.backend.device_bytes()[0].values())
+        device, with_drafter = (
+            model.backend.stage.opened.device,
+            sum(model.backend.device_bytes()[0].values()),
+        )
         assert device.allocated == with_drafter > held
     gc.collect()
     assert device.allocated == 0
@@ -107,7 +110,7 @@ def test_what_drafts_counts_in_the_budget(run_folder: Path) -> None:
     with hotset.load(path, speculate="mtp", vram_budget=smallest, **SMALL) as model:
         answers(model)
         assert isinstance(model.backend, WholeVulkan)
-        assert model.backend.stage._device.allocated <= smallest * 2**30
+        assert model.backend.stage.opened.device.allocated <= smallest * 2**30
 
 
 @pytest.mark.parametrize("how", [{"n_gpu_layers": 1}, {"split": "neurons"}])

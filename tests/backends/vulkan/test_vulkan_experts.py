@@ -132,7 +132,7 @@ def test_slots_in_several_bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     expected = logits_of(vulkan(gguf), ids, STEPS, [2])
     monkeypatch.setattr(VulkanWeights, "__init__", small)
     backend = vulkan(gguf, expert_slots=9, n_threads=2)
-    cache = stage_of(backend)._experts
+    cache = stage_of(backend).experts
     assert cache is not None
     up = stage_of(backend).graph.ffns[0].up
     assert len(cache.slots_of(0, up.out)[0].parts) == 2
@@ -156,7 +156,7 @@ def test_experts_are_rearranged_beside_the_steps(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(VulkanExpertCache, "coming_bytes", 300_000)
     backend = vulkan(gguf, expert_slots=9, staged=True)
     np.testing.assert_array_equal(logits_of(backend, ids[:30], steps[:11], [2]), expected[:30])
-    cache = stage_of(backend)._experts
+    cache = stage_of(backend).experts
     assert cache is not None
     assert cache.most_coming == 2  # of 130 kB
     cache.settle()
@@ -186,7 +186,7 @@ def test_layers_on_the_cpu_beside_and_other_layouts(
     backend = vulkan(gguf, expert_slots=9, n_threads=2, **options)
     np.testing.assert_array_equal(logits_of(backend, ids, STEPS, [2]), expected)
     assert backend.expert_counts().hits > 0
-    caches = [stage._experts for stage in backend.stages if isinstance(stage, VulkanStage)]
+    caches = [stage.experts for stage in backend.stages if isinstance(stage, VulkanStage)]
     assert [group.n_slots for cache in caches if cache is not None for group in cache.groups] == n_slots
 
 
@@ -329,7 +329,7 @@ def test_a_budget_for_a_share_of_the_experts(
         [memory] = loaded.device_memory()
         assert memory.used <= memory.planned.total <= gib * 2**30
         assert memory.measured["experts"] > share * 60 * 3 * 64 * 2048
-        assert stage_of(loaded.backend)._device.allocated == memory.used  # type: ignore[arg-type]
+        assert stage_of(loaded.backend).opened.device.allocated == memory.used  # type: ignore[arg-type]
         assert "2 layers share their experts with the CPU" in loaded.backend.notes
 
 

@@ -191,7 +191,7 @@ async def test_a_thousand_requests_leave_nothing(tmp_path: Path, monkeypatch: py
             assert reply.status_code == 200, reply.text
             if n % 200 == 0:
                 gc.collect()
-                held.append((stage._device.allocated, process.memory_info().rss))
+                held.append((stage.opened.device.allocated, process.memory_info().rss))
         assert len({device for device, _ in held}) == 1
         assert held[-1][1] - held[0][1] < 32 << 20
         print([(device, rss >> 20) for device, rss in held])
@@ -257,7 +257,7 @@ def test_kernels_are_kept(tmp_path: Path) -> None:
     with open_gguf(write_llama(tmp_path / "m.gguf", n_layer=1)) as gguf:
         backend = vulkan(gguf)
         backend.step(batch([(tokens(1), 0, [0])]))
-        assert stage_of(backend)._device.is_cache_of(stage_of(backend)._device.compiled())
+        assert stage_of(backend).opened.device.is_cache_of(stage_of(backend).opened.device.compiled())
         backend.close()
     path = pipelines.path_of(info)
     assert path.is_relative_to(tmp_path / "home")

@@ -208,7 +208,7 @@ def test_a_budget_for_a_share_of_the_ffns(model: Path, slow_cpu: None, mode: str
         assert relative_error(loaded.logits("Hello there"), expected) < 0.002
         [memory] = loaded.device_memory()
         assert memory.used <= memory.planned.total <= gib * 2**30
-        assert stage_of(loaded.backend)._device.allocated == memory.used  # type: ignore[arg-type]
+        assert stage_of(loaded.backend).opened.device.allocated == memory.used  # type: ignore[arg-type]
         assert any("share their neurons with the CPU" in note for note in loaded.backend.notes)
 
 
