@@ -357,7 +357,7 @@ def test_a_fault_of_hotset_asks_for_a_report(model: Path, tmp_path: Path) -> Non
     assert "ZeroDivisionError: oh" in done.stderr
     assert "HOTSET_DEBUG=1" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "Traceback" in hotset("list", env={"PYTHONPATH": path, "HOTSET_DEBUG": "1"}).stderr
+    assert "Traceback" in hotset("list", env={"PYTHONPATH": path, "HOTSET_DEBUG": "1"}, returns=1).stderr
 
 
 def test_help_and_version() -> None:
@@ -706,7 +706,9 @@ def test_bench_prints_a_table_and_csv_and_lines(model: Path) -> None:
     mixed = inside(*arguments, "-ctk", "f16,q8_0/q4_0", "-o", "jsonl").stdout.splitlines()
     types = [(line["type_k"], line["type_v"]) for line in map(json.loads, mixed)]
     assert types == [("f16", "f16")] * 2 + [("q8_0", "q4_0")] * 2
-    assert "'q4_1' is none of f16, q8_0, q4_0, f16/q8_0" in inside(*arguments, "-ctk", "q4_1").stderr
+    assert (
+        "'q4_1' is none of f16, q8_0, q4_0, f16/q8_0" in inside(*arguments, "-ctk", "q4_1", returns=2).stderr
+    )
     table = inside(*arguments).stdout
     assert re.match(r"read bandwidth of the mapped file: [\d.]+ GB/s with 1 thread\n", table)
     assert re.search(r"\| llama \S+ K Q8_0 +\|.*\| +pp8 \| +[\d.]+ ± [\d.]+ \|", table)

@@ -21,6 +21,8 @@ PROMPT = r"(^|\n)> ?$"
 class DrawingTerminal(Terminal):
     """A terminal on which the chat can draw. `screen` is its text without escape sequences."""
 
+    prompt = PROMPT
+
     def __init__(self, *arguments: object, env: dict[str, str] | None = None) -> None:
         super().__init__(*arguments, env={"TERM": "xterm", **(env or {})})
 

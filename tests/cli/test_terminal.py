@@ -160,10 +160,10 @@ def test_a_files_text_does_not_control_a_real_terminal(hostile: Path, tmp_path: 
 def test_messages_keep_the_case_of_quoted_names(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "empty.gguf").write_bytes(b"")
     monkeypatch.chdir(tmp_path)
-    done = inside("show", "empty.gguf")
+    done = inside("show", "empty.gguf", returns=1)
     assert done.stderr.startswith("error: empty.gguf")
     for option, name in (("--top-p", "--top-p"), ("--min-p", "--min-p"), ("--temp", "temperature")):
-        done = inside("run", model, "hi", option, "-7", "--device", "reference")
+        done = inside("run", model, "hi", option, "-7", "--device", "reference", returns=1)
         assert done.stderr.startswith(f"error: {name} must")
         assert len(done.stderr.splitlines()) == 1
 
@@ -524,11 +524,11 @@ def test_an_impossible_name_gives_one_message(
 def test_impossible_home_folders_give_one_message(home: Path, monkeypatch: Any) -> None:
     inside("list", "--json")
     monkeypatch.setenv("HOTSET_HOME", "~nouser/hotset")
-    assert "~nouser/hotset begins with a user who has no home" in inside("list").stderr
+    assert "~nouser/hotset begins with a user who has no home" in inside("list", returns=1).stderr
     monkeypatch.setenv("HOTSET_HOME", "")
     monkeypatch.setattr(Path, "home", lambda: Path("~nouser").expanduser())
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
-    assert "set HOTSET_HOME to a folder for models" in inside("list").stderr
+    assert "set HOTSET_HOME to a folder for models" in inside("list", returns=1).stderr
 
 
 def test_a_long_prompt_is_not_taken_for_a_path(model: Path, home: Path, monkeypatch: Any) -> None:

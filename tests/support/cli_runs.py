@@ -100,6 +100,8 @@ def answer(*arguments: object, stdin: str = "") -> dict[str, Any]:
 class Terminal:
     """A user at a pseudo-terminal: types, and waits for text on the screen."""
 
+    prompt = r"> $"
+
     def __init__(self, *arguments: object, env: dict[str, str] | None = None) -> None:
         import pty
 
@@ -139,7 +141,7 @@ class Terminal:
 
     def leave(self, text: str = "\x04") -> None:
         """End the chat with this input at the next prompt, and check the exit status."""
-        self.reply(PROMPT, text)
+        self.reply(self.prompt, text)
         assert self.exit_code() == 0
 
     def exit_code(self, seconds: float = 30) -> int:
@@ -163,7 +165,7 @@ needs_pty = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no p
 
 
 CHAT = ("--device", "reference", "--temp", "0")
-PROMPT = r"> $"
+PROMPT = Terminal.prompt
 ANSWERED = r"\[prompt \d+ tokens.*\]"
 
 
