@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPMessage
 from http.server import BaseHTTPRequestHandler
@@ -36,29 +36,6 @@ from hotset.storage.download import Checksum, alone, download
 from hotset.storage.hub import HubFile, check_path, choose_model, type_of
 
 GB = 10**9
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    import huggingface_hub.constants
-    import huggingface_hub.file_download
-
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    with FakeHub() as fake:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", fake.url)
-        template = fake.url + "/{repo_id}/resolve/{revision}/{filename}"
-        for module in (huggingface_hub.constants, huggingface_hub.file_download):
-            if hasattr(module, "HUGGINGFACE_CO_URL_TEMPLATE"):
-                monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setenv("HF_TOKEN", "hf_secret")
-        yield fake
 
 
 class Log(Reporter):
