@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 import pytest
 from api_schemas import events_of
-from tiny_server import client_of, run, write_model
+from tiny_server import client_of, write_model
 
 import hotset
-from hotset.server.service import Service
 
 PRE, SUF, MID = 1, 2, 3  # three bytes that mark the parts in this model
 MARKS = {
@@ -95,13 +94,13 @@ async def test_requests_of_editors(marked: Path, prompt: tuple[list[int], str]):
         assert found["tokens_evaluated"] == service.model.n_ctx - 9
 
 
-def test_wrong_requests_to_fill_in_are_refused(marked: Path, path: Path):
+async def test_wrong_requests_to_fill_in_are_refused(marked: Path, path: Path):
     async def refused(client: httpx.AsyncClient, url: str, message: str, body: dict[str, Any]) -> None:
         reply = await client.post(url, json=body)
         assert reply.status_code == 400, reply.text
         assert message in reply.text
 
-    async def without(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(path) as (client, _):
         for url, body in (
             ("/v1/completions", COMPLETION),
             ("/infill", INFILL),
@@ -110,8 +109,7 @@ def test_wrong_requests_to_fill_in_are_refused(marked: Path, path: Path):
             await refused(client, url, "cannot fill in the middle", body)
         shown = (await client.post("/api/show", json={"model": "tiny"})).json()
         assert "insert" not in shown["capabilities"]
-
-    async def having(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(marked) as (client, _):
         await refused(client, "/v1/completions", "echo is not supported", COMPLETION | {"echo": True})
         await refused(client, "/v1/completions", "one text", COMPLETION | {"prompt": ["a", "b"]})
         await refused(
@@ -119,6 +117,3 @@ def test_wrong_requests_to_fill_in_are_refused(marked: Path, path: Path):
         )
         system = {"model": "tiny", "prompt": "a", "suffix": "b", "system": "c"}
         await refused(client, "/api/generate", "without a system message", system)
-
-    run(path, without)
-    run(marked, having)

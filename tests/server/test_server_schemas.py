@@ -20,7 +20,7 @@ import pytest
 from api_schemas import SCHEMAS, ApiSchema, Found
 from cases import quick_are
 from published_calls import PUBLISHED, TEMPLATES, TOOLS
-from tiny_server import MESSAGES, Serving, client_of, run, with_template
+from tiny_server import MESSAGES, Serving, client_of, with_template
 from tool_models import CALL, CLOCK, HERMES, THINKS, WEATHER, written
 from waiting import WATCHDOG, until
 
@@ -498,18 +498,13 @@ async def test_pictures_are_refused(schema: ApiSchema, client: httpx.AsyncClient
 
 
 @each()
-def test_the_servers_limits_apply_to_answers(path: Path, schema: ApiSchema):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_the_servers_limits_apply_to_answers(path: Path, schema: ApiSchema):
+    async with client_of(path, max_tokens=5) as (client, _):
         for limit in ({}, {"max_tokens": 6}, {"max_tokens": 32_000}):
             found = await both(client, schema, schema.body(temperature=0, **limit))
             assert (found.tokens, found.reason) == (5, "length")
-
-    run(path, work, max_tokens=5)
-
-    async def too_long(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(path, max_seconds=0.0) as (client, _):
         assert "longer than this server gives" in await refused(client, schema, schema.body(**SHORT), 503)
-
-    run(path, too_long, max_seconds=0.0)
 
 
 @each()

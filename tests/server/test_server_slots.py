@@ -11,12 +11,11 @@ from typing import Any
 import httpx
 import pytest
 from full_disk import room_for
-from tiny_server import client_of, metrics_of, run
+from tiny_server import client_of, metrics_of
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.server.app import create_app
 from hotset.server.keys import NamedKey
-from hotset.server.service import Service
 
 PROMPT = "a quick brown fox is " * 10  # 210 tokens, and the beginning of a text
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
@@ -34,31 +33,25 @@ async def act(client: httpx.AsyncClient, action: str, slot: int = 0, **body: Any
     return await client.post(f"/slots/{slot}?action={action}", json=body)
 
 
-def test_a_slot_is_saved_restored_and_erased(path: Path, tmp_path: Path) -> None:
-    expected: list[str] = []
-
-    async def first(client: httpx.AsyncClient, _: Service) -> None:
-        expected.append((await ask(client))[0])
+async def test_a_slot_is_saved_restored_and_erased(path: Path, tmp_path: Path) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path)) as (client, _):
+        expected = (await ask(client))[0]
         saved = (await act(client, "save", filename="one.bin")).json()
         n_bytes = (tmp_path / "one.bin").stat().st_size
         assert saved.pop("timings")["save_ms"] > 0
         assert saved == {"id_slot": 0, "filename": "one.bin", "n_saved": 3 * PAGE_SIZE, "n_written": n_bytes}
-
-    async def second(client: httpx.AsyncClient, _: Service) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path)) as (client, _):
         restored = (await act(client, "restore", filename="one.bin")).json()
         assert restored.pop("timings")["restore_ms"] > 0
         n_bytes = (tmp_path / "one.bin").stat().st_size
         assert restored == {
             "id_slot": 0, "filename": "one.bin", "n_restored": 3 * PAGE_SIZE, "n_read": n_bytes,
         }  # fmt: skip
-        assert await ask(client) == (expected[0], 3 * PAGE_SIZE)
+        assert await ask(client) == (expected, 3 * PAGE_SIZE)
         erased = await client.post("/slots/0?action=erase")
         assert erased.json() == {"id_slot": 0, "n_erased": 3 * PAGE_SIZE}
-        assert await ask(client) == (expected[0], 0)
+        assert await ask(client) == (expected, 0)
         assert (await act(client, "erase", 1)).json() == {"id_slot": 1, "n_erased": 0}
-
-    for work in (first, second):
-        run(path, work, slot_save_path=str(tmp_path))
 
 
 async def test_a_full_disk_keeps_the_older_file_of_a_slot(path: Path, tmp_path: Path) -> None:
@@ -89,8 +82,8 @@ async def test_a_request_names_its_slot(path: Path, tmp_path: Path) -> None:
         assert "this server has 4" in wrong.json()["error"]["message"]
 
 
-def test_wrong_requests_are_refused(path: Path, tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_wrong_requests_are_refused(path: Path, tmp_path: Path) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path)) as (client, _):
         await ask(client)
         for name in ("", "../x", "a/b", "/etc/passwd", ".hidden", "a" * 300, "a\n", None):
             reply = await act(client, "save", filename=name)
@@ -118,22 +111,14 @@ def test_wrong_requests_are_refused(path: Path, tmp_path: Path) -> None:
         other = whole[:8] + bytes(16) + whole[24:]
         (tmp_path / "other").write_bytes(other)
         assert (await act(client, "restore", filename="other")).status_code == 400
-
-    run(path, work, slot_save_path=str(tmp_path))
-
-    async def foreign(client: httpx.AsyncClient, _: Service) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path), load={"kv_type": "f32"}) as (client, _):
         (tmp_path / "good").write_bytes(b"")
         await ask(client)
         await act(client, "save", filename="good")
-
-    run(path, foreign, slot_save_path=str(tmp_path), load={"kv_type": "f32"})
-
-    async def again(client: httpx.AsyncClient, _: Service) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path)) as (client, _):
         reply = await act(client, "restore", filename="good")
         assert reply.status_code == 400
         assert "was saved by another model" in reply.json()["error"]["message"]
-
-    run(path, again, slot_save_path=str(tmp_path))
 
 
 async def test_saved_slots_have_a_limit(path: Path, tmp_path: Path) -> None:
@@ -216,19 +201,17 @@ async def test_a_model_that_does_not_only_use_the_cpu_is_refused(path: Path, tmp
         )
 
 
-def test_answers_after_a_restart_are_the_same_and_counted(path: Path, tmp_path: Path) -> None:
+async def test_answers_after_a_restart_are_the_same_and_counted(path: Path, tmp_path: Path) -> None:
     found: list[tuple[str, int]] = []
     counted: list[dict[str, float]] = []
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        found.append(await ask(client))
-        cache = service.model.engine.scheduler.prompt_cache
-        assert cache is not None
-        await service.in_thread(cache.flush)
-        counted.append(await metrics_of(client))
-
     for _ in range(2):
-        run(path, work, load={"cache_dir": tmp_path, "cache_disk": "100M"})
+        async with client_of(path, load={"cache_dir": tmp_path, "cache_disk": "100M"}) as (client, service):
+            found.append(await ask(client))
+            cache = service.model.engine.scheduler.prompt_cache
+            assert cache is not None
+            await service.in_thread(cache.flush)
+            counted.append(await metrics_of(client))
     assert found == [(found[0][0], 0), (found[0][0], 3 * PAGE_SIZE)]
     first, second = counted
     assert first["hotset_prompt_cache_blocks_written_total"] == 3
@@ -238,16 +221,14 @@ def test_answers_after_a_restart_are_the_same_and_counted(path: Path, tmp_path: 
     assert second["hotset_prompt_cache_blocks_written_total"] == 0
 
 
-def test_several_clients_get_the_same_answers_after_a_restart(path: Path, tmp_path: Path) -> None:
+async def test_several_clients_get_the_same_answers_after_a_restart(path: Path, tmp_path: Path) -> None:
     prompts = ["{} {}".format("shared beginning " * 8, letter * 60) for letter in "abcdefgh"]
     found: list[list[tuple[str, int]]] = []
 
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
-        asked = [ask(client, prompt=prompt, temperature=1, seed=3) for prompt in prompts]
-        found.append(list(await asyncio.gather(*asked)))
-
     for _ in range(2):
-        run(path, work, load={"cache_dir": tmp_path, "n_seqs": 16})
+        async with client_of(path, load={"cache_dir": tmp_path, "n_seqs": 16}) as (client, _):
+            asked = [ask(client, prompt=prompt, temperature=1, seed=3) for prompt in prompts]
+            found.append(list(await asyncio.gather(*asked)))
     first, second = found
     assert [text for text, _ in first] == [text for text, _ in second]
     assert all(cached == 3 * PAGE_SIZE for _, cached in second)

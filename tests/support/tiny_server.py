@@ -7,7 +7,7 @@ import json
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 ClientAndService = AbstractAsyncContextManager[tuple[httpx.AsyncClient, Service]]
 
-__all__ = ["MESSAGES", "Serving", "client_of", "events_of", "run", "text_of", "write_model", "write_reranker"]
+__all__ = ["MESSAGES", "Serving", "client_of", "events_of", "text_of", "write_model", "write_reranker"]
 
 
 @asynccontextmanager
@@ -57,16 +57,6 @@ async def client_to(host: Host) -> AsyncIterator[httpx.AsyncClient]:
             transport=transport, base_url="http://localhost", timeout=WATCHDOG
         ) as client:
             yield client
-
-
-def run(path: Path, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]], **options: Any) -> None:
-    """Run `work` with the results of `client_of`."""
-
-    async def whole() -> None:
-        async with client_of(path, **options) as (client, service):
-            await work(client, service)
-
-    asyncio.run(whole())
 
 
 class Serving:
