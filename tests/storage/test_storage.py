@@ -510,8 +510,8 @@ def test_what_is_on_the_disk_is_checked_not_what_came(
     def write(part: object, chunk: bytes) -> None:
         original(part, chunk[:-1] + bytes([chunk[-1] ^ 1]))  # type: ignore[arg-type]
 
-    original = download_module.Part.write
-    monkeypatch.setattr(download_module.Part, "write", write)
+    original = download_module.PartFile.write
+    monkeypatch.setattr(download_module.PartFile, "write", write)
     with pytest.raises(DownloadError, match="does not match"):
         download(serve(hub), tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
     put(tmp_path / "m.gguf.part", DATA[::-1])  # complete, but from another file

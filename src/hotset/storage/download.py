@@ -348,7 +348,7 @@ def download(
         report.say(_UNCHECKED.format(label))
 
 
-class Part:
+class PartFile:
     """The file being written, and the number of bytes it has."""
 
     def __init__(self, path: Path) -> None:
@@ -373,7 +373,7 @@ class Part:
 
 
 def _fetch_part(url: str, path: Path, size: int, token: str | None, label: str, report: Reporter) -> None:
-    part = Part(path)
+    part = PartFile(path)
     try:
         check_room(size - part.have, path.parent, label)
         if part.have > size:
@@ -384,7 +384,7 @@ def _fetch_part(url: str, path: Path, size: int, token: str | None, label: str, 
         part.close()
 
 
-def _receive(part: Part, url: str, size: int, token: str | None, label: str, report: Reporter) -> None:
+def _receive(part: PartFile, url: str, size: int, token: str | None, label: str, report: Reporter) -> None:
     """Fetch until `size` bytes are here, continuing after lost connections, or give up after failures."""
     host = urllib.parse.urlsplit(url).netloc
     most, failures, restarts, answered = part.have, 0, 0, False
@@ -435,7 +435,7 @@ def _continues(response: HTTPResponse, have: int) -> bool:
     return response.headers.get("Content-Range", "").startswith(f"bytes {have}-")
 
 
-def _copy(response: HTTPResponse, part: Part, size: int, label: str, report: Reporter) -> None:
+def _copy(response: HTTPResponse, part: PartFile, size: int, label: str, report: Reporter) -> None:
     """Write the answer as it arrives, so that a lost connection loses little; at most `size` + a chunk."""
     reported = 0.0
     while part.have <= size and (chunk := response.read1(_CHUNK)):
