@@ -139,6 +139,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Return the event loop of asynchronous tests and fixtures."""
+    return "asyncio"
+
+
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
     """Start each test with the same state of the generators, and restore torch's number of threads."""

@@ -218,14 +218,18 @@ def test_note_reports_the_experts(moe_layer: Path) -> None:
     assert experts["on_cpu"] == experts["fetched"] == 0
     assert "experts were in the cache" in outside(*budgeted).stderr
     alone = inside("run", moe_layer, "Hello there", "-n", 2, "--temp", 0, "--device", "cpu")
-    assert alone.returncode == 0, alone.stderr
     assert "experts were" not in alone.stderr
 
 
-def test_a_server_counts_experts(moe_layer: Path) -> None:
+async def test_a_server_counts_experts(moe_layer: Path) -> None:
     tiny_server = pytest.importorskip("tiny_server", reason="the server's packages are not there")
 
-    async def work(client: Any, _: Any) -> None:
+    async with tiny_server.client_of(
+        moe_layer, load={"n_ctx": 64, "device": "simulated", "vram_budget": 1.0}
+    ) as (
+        client,
+        _,
+    ):
         counts = await tiny_server.metrics_after_an_answer(client)
         assert counts["hotset_experts_on_cpu_total"] > 0
         assert counts["hotset_experts_fetched_total"] > 0
@@ -233,8 +237,6 @@ def test_a_server_counts_experts(moe_layer: Path) -> None:
         assert "hotset_expert_hits_total" in counts
         plan = (await client.get("/plan")).json()
         assert plan["placement"]["devices"][0]["experts"] > 0
-
-    tiny_server.run(moe_layer, work, load={"n_ctx": 64, "device": "simulated", "vram_budget": 1.0})
 
 
 def test_experts_with_predictors_stay_on_the_cpu(tmp_path: Path) -> None:
@@ -320,8 +322,8 @@ def test_neurons_are_split_only_if_useful(model: Path) -> None:
 
 def test_a_short_text_is_counted_once_and_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    run = gather._run_builtin
-    monkeypatch.setattr(gather, "_run_builtin", lambda *a: runs.append(1) or run(*a))
+    run = gather.run_builtin
+    monkeypatch.setattr(gather, "run_builtin", lambda *a: runs.append(1) or run(*a))
     gib = budget(model, 0.5)
     for _ in range(2):
         found = hotset.plan(model, device="simulated", vram_budget=gib, **SMALL)

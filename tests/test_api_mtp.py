@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 from backend_runs import cpu_backend
 from byte_models import write_model
 from drafters import steady
-from made_once import made_once
 from tiny_adapters import random_pairs, write_adapter
 
 import hotset
@@ -61,15 +61,7 @@ NAMES = [
 
 @pytest.fixture
 def path_of(run_folder: Path) -> Callable[[str], Path]:
-    def write(name: str) -> Path:
-        def make(path: Path) -> None:
-            folder = path.with_suffix(".parts")
-            folder.mkdir(exist_ok=True)
-            nextn_models.write_agreeing(folder, name).rename(path)
-
-        return made_once(run_folder / f"nextn-{name}.gguf", make)
-
-    return write
+    return partial(nextn_models.kept_agreeing, run_folder)
 
 
 def answers(model: hotset.Model, kind: dict[str, Any]) -> list[Completion]:

@@ -285,7 +285,6 @@ def test_the_subcommand_in_every_mode(tmp_path: Path) -> None:
     found = {}
     for mode in ("dense", "exact", "predicted"):
         done = inside("eval", model, data, "--device", "reference", "--sparsity", mode, "--json")
-        assert done.returncode == 0, done.stderr
         assert "piqa: 6 of 6 questions" in done.stderr
         found[mode] = json.loads(done.stdout)
         assert found[mode]["sparsity"] == mode
@@ -303,9 +302,7 @@ def test_the_subcommand_in_every_mode(tmp_path: Path) -> None:
 def test_subcommand_names_the_fault(path: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_bytes(lines(PIQA)[0] + b"\n{}\n")
-    done = inside("eval", path, data)
-    assert done.returncode == 1
-    assert "line 2, is not a known question" in done.stderr
+    assert "line 2, is not a known question" in inside("eval", path, data, returns=1).stderr
     labels = tmp_path / "labels.lst"
     labels.write_text("1\n")
     data.write_bytes(lines(PIQA)[0])
@@ -327,7 +324,6 @@ def test_questions_and_answers_are_written(path: Path, tmp_path: Path) -> None:
     data, log = write_piqa(tmp_path / "piqa.jsonl", "abcdefghij"), tmp_path / "log.jsonl"
     options = ["--shots", 2, "--examples", data, "--device", "cpu", "--json", "--log-samples", log]
     done = inside("eval", path, data, *options)
-    assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["shots"] == 2
     rows = [json.loads(line) for line in log.read_bytes().splitlines()]
@@ -356,12 +352,11 @@ def test_questions_and_answers_are_written(path: Path, tmp_path: Path) -> None:
 def test_a_log_is_whole_or_not_there_and_replaces_nothing_that_is_read(path: Path, tmp_path: Path) -> None:
     data, log = write_piqa(tmp_path / "piqa.jsonl", "ab"), tmp_path / "log.jsonl"
     before = data.read_bytes()
-    done = inside("eval", path, data, "--log-samples", data)
+    done = inside("eval", path, data, "--log-samples", data, returns=None)
     assert (done.returncode, data.read_bytes()) == (1, before)
     assert "is one of the files that are read" in done.stderr
     data.write_bytes(lines({**PIQA, "goal": "x" * 9000})[0])
-    done = inside("eval", path, data, "--log-samples", log, "--device", "reference")
-    assert done.returncode == 1
+    done = inside("eval", path, data, "--log-samples", log, "--device", "reference", returns=1)
     assert "but the context has" in done.stderr.replace("\n", " ")
     assert not log.exists()
 
@@ -375,7 +370,7 @@ def test_log_is_not_a_file_of_the_task(path: Path, tmp_path: Path) -> None:
         "output_type: multiple_choice\ndoc_to_text: goal\ndoc_to_target: label\n"
         'doc_to_choice: "{{[sol1, sol2]}}"\n'
     )
-    done = inside("eval", path, task, "--log-samples", data)
+    done = inside("eval", path, task, "--log-samples", data, returns=None)
     assert (done.returncode, data.read_bytes()) == (1, before)
     assert "is one of the files that are read" in done.stderr
 
@@ -397,8 +392,7 @@ def test_a_task_file(path: Path, tmp_path: Path) -> None:
     bare = inside("eval", path, task, "--num-fewshot", 0, "--json", "--device", "reference", "--limit", 3)
     assert json.loads(bare.stdout)["questions"] == 3
     assert json.loads(bare.stdout)["shots"] == 0
-    done = inside("eval", path, task, "--examples", data)
-    assert done.returncode == 1
+    done = inside("eval", path, task, "--examples", data, returns=1)
     assert "is a task file, which says itself" in done.stderr
 
 
@@ -413,13 +407,11 @@ def test_invalid_examples(path: Path, tmp_path: Path) -> None:
             "has 3 examples for a question, and 3 shots need that many and one",
         ),
     ):
-        done = inside("eval", path, data, *given)
-        assert done.returncode == 1
-        assert said in done.stderr.replace("\n", " ")
+        assert said in inside("eval", path, data, *given, returns=1).stderr.replace("\n", " ")
     labels = tmp_path / "labels.lst"
     labels.write_text("1\n1\n1\n")
     given = ["--shots", 1, "--examples", data, "--example-labels", labels, "--log-samples", tmp_path / "log"]
-    assert inside("eval", path, data, *given, "--device", "reference").returncode == 0
+    inside("eval", path, data, *given, "--device", "reference")
     contexts = [json.loads(line)["context"] for line in (tmp_path / "log").read_bytes().splitlines()]
     assert all("use a spoon\n\n" in context for context in contexts)
 

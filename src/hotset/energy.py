@@ -9,7 +9,7 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 @dataclass(frozen=True)
-class _Zone:
+class Zone:
     """A counter of microjoules, which wraps around to 0 after `largest`."""
 
     counter: Path
@@ -60,5 +60,5 @@ def _counts(zone: Path) -> bool:
     return name.startswith("package") or name == "dram"
 
 
-def _zone(folder: Path) -> _Zone:
-    return _Zone(folder / "energy_uj", int((folder / "max_energy_range_uj").read_text()))
+def _zone(folder: Path) -> Zone:
+    return Zone(folder / "energy_uj", int((folder / "max_energy_range_uj").read_text()))

@@ -249,7 +249,7 @@ def _replacing_all(
             files = []
             for path, place in zip(paths, temporary, strict=True):
                 with _file_errors(path, remedy):
-                    files.append(opened.enter_context(_closing(_create(place, mode))))
+                    files.append(opened.enter_context(_closing(create(place, mode))))
             with _file_errors(paths[0] if len(paths) == 1 else None, remedy):
                 yield files
             for path, place, file in zip(paths, temporary, files, strict=True):
@@ -301,7 +301,7 @@ def _closing(file: BinaryIO) -> Iterator[BinaryIO]:
     file.close()
 
 
-def _create(temporary: Path, mode: int) -> BinaryIO:
+def create(temporary: Path, mode: int) -> BinaryIO:
     """Create a file without a name, which ends with the process; if unsupported, one named `temporary`."""
     if hasattr(os, "O_TMPFILE") and Path("/proc/self/fd").is_dir():
         with contextlib.suppress(OSError):  # not every file system supports them
@@ -310,7 +310,7 @@ def _create(temporary: Path, mode: int) -> BinaryIO:
 
 
 def _name(file: BinaryIO, temporary: Path) -> None:
-    """Give a file from `_create` its temporary name, unless it has one."""
+    """Give a file from `create` its temporary name, unless it has one."""
     if os.fstat(file.fileno()).st_nlink:
         return
     folder = os.open(temporary.parent, os.O_RDONLY)

@@ -137,13 +137,13 @@ def test_generating_requests_are_refused(encoder: hotset.Model) -> None:
 
 
 def test_training_on_logits_is_refused(encoder: hotset.Model, tmp_path: Path) -> None:
-    from hotset.training.student import _unsupported
+    from hotset.training.student import unsupported_operations
     from hotset.training.thresholds import calibrate_thresholds
 
     path = encoder.gguf.path
     with pytest.raises(InvalidRequestError, match="this is an embedding model"):
         calibrate_thresholds(path, "hello " * 2000, tmp_path / "out.thresholds")
-    assert _unsupported(encoder.graph) == "is an embedding model"
+    assert unsupported_operations(encoder.graph) == "is an embedding model"
 
 
 def test_encoder_with_zeros_computes_only_firing_neurons(run_folder: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_memory_budget_has_room_for_whole_texts(
     encoder: hotset.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ram, "own_memory", lambda: 0)  # the tests use enough memory for many such models
-    monkeypatch.setattr(ram, "_PROGRAM", 0)
+    monkeypatch.setattr(ram, "PROGRAM", 0)
     path, how = encoder.gguf.path, {"device": "cpu", "n_threads": 2, "max_batch": 16}
     with hotset.load(path, **how, ram_budget=fuzz_reads.least_budget(path, **how)) as model:
         assert model.ram is not None

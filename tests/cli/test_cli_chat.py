@@ -21,6 +21,8 @@ PROMPT = r"(^|\n)> ?$"
 class DrawingTerminal(Terminal):
     """A terminal on which the chat can draw. `screen` is its text without escape sequences."""
 
+    prompt = PROMPT
+
     def __init__(self, *arguments: object, env: dict[str, str] | None = None) -> None:
         super().__init__(*arguments, env={"TERM": "xterm", **(env or {})})
 
@@ -29,19 +31,12 @@ class DrawingTerminal(Terminal):
 
     def ask(self, keys: str) -> None:
         """Type keys, and wait for the answer."""
-        self.wait_for(PROMPT)
-        self.type(keys)
+        self.reply(PROMPT, keys)
         self.wait_for(ANSWERED)
-
-    def leave(self) -> None:
-        self.wait_for(PROMPT)
-        self.type("\x04")
-        assert self.exit_code() == 0
 
     def asked(self, folder: Path) -> list[str]:
         """Return the messages that were sent to the model, by /save."""
-        self.wait_for(PROMPT)
-        self.type(f"/save {folder / 'chat.json'}\r")
+        self.reply(PROMPT, f"/save {folder / 'chat.json'}\r")
         self.wait_for("Saved")
         saved = json.loads((folder / "chat.json").read_text())
         return [message["content"] for message in saved if message["role"] == "user"]
@@ -73,13 +68,10 @@ def test_a_pasted_block_is_one_message(chat: DrawingTerminal, tmp_path: Path) ->
 @needs_pty
 def test_a_block_pasted_during_an_answer_is_one_message(model: Path, home: Path, tmp_path: Path) -> None:
     chat = DrawingTerminal("run", model, *CHAT, "--ignore-eos", "-n", 200)
-    chat.wait_for(PROMPT)
-    chat.type("hi\r")
-    chat.wait_for(r"hi\r*\n[^\n\x1b]{3}")  # the answer has begun
-    chat.type(pasted("one\rtwo\rthree"))
+    chat.reply(PROMPT, "hi\r")
+    chat.reply(r"hi\r*\n[^\n\x1b]{3}", pasted("one\rtwo\rthree"))  # the answer has begun
     chat.wait_for(ANSWERED)
-    chat.wait_for("three$")
-    chat.type("\r")
+    chat.reply("three$", "\r")
     chat.wait_for(ANSWERED)
     assert chat.asked(tmp_path) == ["hi", "one\ntwo\nthree"]
     chat.leave()
@@ -92,17 +84,13 @@ def test_quotes_and_backslashes_allow_several_lines(
 ) -> None:
     chat = kind("run", model, *CHAT, "-n", 2, "--ignore-eos")
     for typed in ('"""\nx = 1\\\n\n/help\n"""\n', '"""a\nb"""\n', '"""/clear"""\n', "one\\\ntwo\\\nthree\n"):
-        chat.wait_for(PROMPT)
-        chat.type(typed)
+        chat.reply(PROMPT, typed)
         chat.wait_for(ANSWERED)
-    chat.wait_for(PROMPT)
-    chat.type(f"/save {tmp_path / 'chat.json'}\n")
+    chat.reply(PROMPT, f"/save {tmp_path / 'chat.json'}\n")
     chat.wait_for("Saved 8 messages")
     saved = json.loads((tmp_path / "chat.json").read_text())
     assert [m["content"] for m in saved[::2]] == ["x = 1\\\n\n/help", "a\nb", "/clear", "one\ntwo\nthree"]
-    chat.wait_for(PROMPT)
-    chat.type("\x04")
-    assert chat.exit_code() == 0
+    chat.leave()
 
 
 @pytest.mark.parametrize(
@@ -130,13 +118,10 @@ def test_beginning_and_end_of_a_block(typed: str, is_open: bool, block: str | No
 
 @needs_pty
 def test_tab_completes_commands(chat: DrawingTerminal) -> None:
-    chat.wait_for(PROMPT)
-    chat.type("/he\t\r")
+    chat.reply(PROMPT, "/he\t\r")
     chat.wait_for(r"/regen\s+answer the last question again")
-    chat.wait_for(PROMPT)
-    chat.type("/s\t")
-    chat.wait_for(r"/system\s+/set\s+/stats\s+/save")
-    chat.type("ta\t\r")
+    chat.reply(PROMPT, "/s\t")
+    chat.reply(r"/system\s+/set\s+/stats\s+/save", "ta\t\r")
     chat.wait_for("Nothing has been answered yet")
     chat.leave()
 
@@ -144,15 +129,11 @@ def test_tab_completes_commands(chat: DrawingTerminal) -> None:
 @needs_pty
 def test_ctrl_c_drops_typed_text_and_stops_an_answer(model: Path, home: Path, tmp_path: Path) -> None:
     chat = DrawingTerminal("run", model, *CHAT, "--ignore-eos", "-c", 9999)  # which takes seconds to fill
-    chat.wait_for(PROMPT)
-    chat.type("wrong")
-    chat.wait_for("wrong$")
-    chat.type("\x03")
+    chat.reply(PROMPT, "wrong")
+    chat.reply("wrong$", "\x03")
     chat.wait_for("Ctrl-D or /exit leaves")
-    chat.wait_for(PROMPT)
-    chat.type("right\r")
-    chat.wait_for(r"right\r*\n[^\n\x1b]{3}")
-    chat.type("\x03")
+    chat.reply(PROMPT, "right\r")
+    chat.reply(r"right\r*\n[^\n\x1b]{3}", "\x03")
     chat.wait_for(r"\[prompt \d+ tokens.* interrupted\]")
     assert chat.asked(tmp_path) == ["right"]
     chat.leave()
@@ -169,12 +150,9 @@ def test_an_unknown_command_gets_a_suggestion(chat: DrawingTerminal) -> None:
         (pasted("/system Be kind.\nBe brief."), "a new conversation"),
         ("/system", r"System message: Be kind\.\\nBe brief\."),
     ]:
-        chat.wait_for(PROMPT)
-        chat.type(typed + "\r")
+        chat.reply(PROMPT, typed + "\r")
         chat.wait_for(told)
-    chat.wait_for(PROMPT)
-    chat.type("/quit\r")
-    assert chat.exit_code() == 0
+    chat.leave("/quit\r")
 
 
 @needs_pty
@@ -219,8 +197,7 @@ def test_the_next_chat_has_the_history(model: Path, home: Path, tmp_path: Path) 
 def test_an_unusable_history_does_not_stop_the_chat(model: Path, home: Path, tmp_path: Path) -> None:
     (home / "chat_history").mkdir(parents=True)
     chat = DrawingTerminal("run", model, *CHAT, "-n", 2, "--ignore-eos")
-    chat.wait_for(PROMPT)
-    chat.type("one\r")
+    chat.reply(PROMPT, "one\r")
     chat.wait_for("Messages are not kept for later chats: .*chat_history is not a regular file but a folder")
     chat.wait_for(ANSWERED)
     chat.ask("two\r")
@@ -253,8 +230,8 @@ def test_concurrent_chats_share_one_history(home: Path) -> None:
 
 
 def test_the_history_has_a_size_limit(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(editor, "_LARGEST_HISTORY", 100)
-    monkeypatch.setattr(editor, "_LONGEST_ENTRY", 40)
+    monkeypatch.setattr(editor, "LARGEST_HISTORY", 100)
+    monkeypatch.setattr(editor, "LONGEST_ENTRY", 40)
     history = editor.ChatHistory()
     for i in range(30):
         history.store_string(f"message {i}")  # 12 or 13 bytes with quotes and newline
@@ -445,8 +422,7 @@ def test_another_model_continues_the_conversation(model: Path, home: Path, tmp_p
     chat = DrawingTerminal("run", model, *CHAT, "-n", 2, "--ignore-eos")
     chat.ask("one\r")
     for command in ("/model other", "/load nothing", "/load"):
-        chat.wait_for(PROMPT)
-        chat.type(f"{command}\r")
+        chat.reply(PROMPT, f"{command}\r")
         chat.wait_for("There is no model" if "nothing" in command else r"other.gguf, context 512 tokens")
     chat.ask("two\r")
     assert chat.asked(tmp_path) == ["one", "two"]
@@ -458,8 +434,7 @@ def test_the_chat_continues_after_an_error_in_a_full_context(model: Path, home: 
     chat = DrawingTerminal("run", model, *CHAT, "-n", 3, "-c", 96, "--ignore-eos")
     for i in range(6):
         chat.ask(f"q{i}\r")
-    chat.wait_for(PROMPT)
-    chat.type("z" * 90 + "\r")
+    chat.reply(PROMPT, "z" * 90 + "\r")
     told = chat.wait_for("error: .*context of 96.*\n")[0]
     assert "a larger --ctx-size." in told
     assert "n_ctx" not in told

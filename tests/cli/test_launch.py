@@ -80,8 +80,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def launched(*arguments: object, stdin: str = "", code: int = 0) -> str:
-    done = inside("launch", *arguments, stdin=stdin)
-    assert done.returncode == code, done.stderr
+    done = inside("launch", *arguments, stdin=stdin, returns=code)
     return done.stderr
 
 
@@ -273,9 +272,15 @@ def test_a_server_is_started_and_stopped(
 ) -> None:
     path = write_model(tmp_path / "own.gguf")
     done = hotset(
-        "launch", "opencode", "-m", path, "--url", "http://127.0.0.1:9", env={"HOTSET_HOME": str(tmp_path)}
+        "launch",
+        "opencode",
+        "-m",
+        path,
+        "--url",
+        "http://127.0.0.1:9",
+        env={"HOTSET_HOME": str(tmp_path)},
+        returns=1,
     )
-    assert done.returncode == 1
     assert "No server answers at http://127.0.0.1:9" in done.stderr
     # The default port may belong to another server: only the started server has a model of this name.
     from hotset.cli import client, launch
@@ -283,13 +288,13 @@ def test_a_server_is_started_and_stopped(
     # An agent's folder may come from anywhere: the server must not import from it.
     (tmp_path / "typer.py").write_text("raise SystemExit('imported from the current folder')")
     monkeypatch.chdir(tmp_path)
-    with launch._started(str(path), 64) as server:
+    with launch.started_server(str(path), 64) as server:
         assert (server.model, server.n_ctx) == ("own", 64)
         assert client.is_hotset(server.url)
     assert not client.is_hotset(server.url)
     with (
         pytest.raises(Exception, match=r"The server did not start: .*no file"),
-        launch._started("none.gguf", None),
+        launch.started_server("none.gguf", None),
     ):
         pass
 

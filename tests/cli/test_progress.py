@@ -160,7 +160,6 @@ def test_long_subcommands_report_the_remaining_time(
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(progress, "clock", itertools.count(0, 10).__next__)
     done = inside(*command.split())
-    assert done.returncode == 0, done.stderr
     check(done.stderr, labels)
 
 
@@ -187,7 +186,7 @@ def test_a_pull_reports_the_remaining_time(tmp_path: Path) -> None:
     with FakeHub() as hub:
         hub.repositories["owner/repo"] = {"tiny.Q8_0.gguf": b"GGUF" * 10_000}
         env = {"HOTSET_HOME": str(tmp_path), "PYTHONPATH": path} | reach(hub.url)
-        done = hotset("pull", "hf:owner/repo", env=env)
+        done = hotset("pull", "hf:owner/repo", env=env, returns=None)
     assert done.returncode == 0, done.stderr
     check(done.stderr, ["tiny.Q8_0.gguf"])
 

@@ -167,7 +167,7 @@ def test_what_is_refused(
 
 def test_the_header_of_an_adapter_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_peft(tmp_path / "a", tensors_of(), {})
-    monkeypatch.setattr(peft, "_HEADER_BYTES", 16)
+    monkeypatch.setattr(peft, "HEADER_BYTES", 16)
     with pytest.raises(FormatError, match="header"):
         open_peft_adapter(folder, "llama", 32)
 

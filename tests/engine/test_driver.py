@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_backend import FakeBackend
+from fake_backend import FakeBackend, drain, prompt
 from waiting import WATCHDOG, until, when
 
 from hotset.backends.base import Batch, StepResult
@@ -34,15 +34,10 @@ from hotset.errors import (
 )
 
 
-def prompt(n: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng([seed, n]).integers(0, 97, n).tolist()
-
-
 def expected(tokens: list[int], **params: Any) -> list[int]:
     engine = Engine(FakeBackend(), 2048)
     sequence = engine.enqueue(engine.prepare(tokens, SamplingParams(**params)))
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     return sequence.generated
 
 
@@ -474,7 +469,7 @@ def test_cancelling_in_the_thread_that_steps_does_not_wait_for_itself(
 def test_the_thread_ends_when_nothing_is_left_and_comes_again(
     thread: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "_LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(driver, "LINGER_SECONDS", 0.0)
     step, running = thread.engine.backend.step, list[threading.Thread]()
 
     def stepped(batch: Batch) -> StepResult:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import quick_if
-from fake_backend import FakeBackend, fake_logits
+from fake_backend import FakeBackend, drain, fake_logits, prompt
 
 from hotset.backends.base import PAGE_SIZE, Batch, StepResult
 from hotset.engine.engine import Engine
@@ -20,17 +20,8 @@ from hotset.engine.sequence import Owner, Sequence
 from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError
 
 
-def prompt(n: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng([seed, n]).integers(0, 97, n).tolist()
-
-
 def engine(n_ctx: int = 512, max_sequences: int = 16, **options: Any) -> Engine:
     return Engine(FakeBackend(**options), n_ctx, max_sequences)
-
-
-def drain(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
 
 
 def generate(engine: Engine, tokens: list[int], stop_ids: tuple[int, ...] = (), **params: Any) -> Sequence:
@@ -574,7 +565,7 @@ def test_scores_are_the_logits_from_the_first_position_on(first: int, max_batch:
 
 
 def test_scoring_bounds_the_logits_of_one_step(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hotset.engine.scheduler._MAX_LOGITS_BYTES", 10 * 4 * 97)
+    monkeypatch.setattr("hotset.engine.scheduler.MAX_LOGITS_BYTES", 10 * 4 * 97)
     scoring = Engine(FakeBackend(), 512, prompt_seconds=math.inf)
     sizes = []
     scoring.enqueue(

@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from fake_backend import FakeBackend, fake_logits
+from fake_backend import FakeBackend, drain, fake_logits
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.engine.driver import EngineThread
@@ -33,8 +33,7 @@ def drawn_prompt(draw: random.Random) -> tuple[int, ...]:
 def expected(tokens: tuple[int, ...], seed: int, n: int) -> list[int]:
     engine = Engine(FakeBackend(), N_CTX)
     sequence = engine.enqueue(engine.prepare(tokens, SamplingParams(seed=seed, max_tokens=n)))
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     return sequence.generated
 
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cached_engines import MODEL, drain, engine, generate, prompt
-from fake_backend import FakeBackend
+from cached_engines import MODEL, engine, generate
+from fake_backend import FakeBackend, drain, prompt
 from waiting import WATCHDOG, until
 
 from hotset import files
 from hotset.backends.base import PAGE_SIZE
 from hotset.engine import prompt_cache as module
-from hotset.engine.blocks import HEAD_BYTES, Identity, _states_to_store
+from hotset.engine.blocks import HEAD_BYTES, Identity, states_to_store
 from hotset.engine.engine import Engine, ModelTraits
 from hotset.engine.prompt_cache import PromptCache
 from hotset.engine.sampler import SamplingParams
@@ -278,7 +278,7 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path):
 def test_a_full_disk_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with engine(None) as plain:
         expected = [generate(plain, prompt(300, seed)).tokens for seed in range(3)]
-    create = files._create
+    create = files.create
 
     def full(*_: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -286,12 +286,12 @@ def test_a_full_disk_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with engine(tmp_path) as made:
         cache = made.scheduler.prompt_cache
         assert cache is not None
-        monkeypatch.setattr(files, "_create", full)
+        monkeypatch.setattr(files, "create", full)
         assert [generate(made, prompt(300, seed)).tokens for seed in range(2)] == expected[:2]
         cache.flush()
         assert cache.counts.write_errors == 2
         assert stored(tmp_path) == []
-        monkeypatch.setattr(files, "_create", create)
+        monkeypatch.setattr(files, "create", create)
         assert generate(made, prompt(300, 2)).tokens == expected[2]
     assert len(stored(tmp_path)) == 5
 
@@ -303,7 +303,8 @@ def test_a_process_that_is_killed_loses_the_block_that_it_writes(tmp_path: Path,
 import os, signal, sys
 sys.path[:0] = sys.argv[4].split(os.pathsep)
 from pathlib import Path
-from cached_engines import engine, generate, prompt
+from cached_engines import engine, generate
+from fake_backend import prompt
 import hotset.files
 replace, left = os.replace, int(sys.argv[2])
 def kill(source, target):
@@ -347,7 +348,7 @@ def test_no_step_waits_for_a_disk_that_writes(tmp_path: Path, monkeypatch: pytes
         assert may_write.wait(WATCHDOG)
         write(*args, **how)
 
-    monkeypatch.setattr(module, "_MAX_QUEUED", 2)
+    monkeypatch.setattr(module, "MAX_QUEUED", 2)
     with engine(tmp_path) as made:
         monkeypatch.setattr(module, "write_whole", slow)
         for seed in range(5):
@@ -472,4 +473,4 @@ def test_states_take_no_more_room_than_the_pages_between_them(
         page_nbytes = 10
         state_nbytes = 10 * pages_of_state
 
-    assert sorted(_states_to_store(kept, end_of_prompt, Memory())) == expected
+    assert sorted(states_to_store(kept, end_of_prompt, Memory())) == expected

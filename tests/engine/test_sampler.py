@@ -131,7 +131,7 @@ def test_candidates_equal_the_plain_distribution(options: dict[str, Any], seed: 
     sampler = Sampler(params, N_VOCAB, history)
     got = np.zeros(N_VOCAB)
     for u in np.linspace(0, 1, 400, endpoint=False):
-        sampler._generator = Fixed(float(u))
+        sampler.generator = Fixed(float(u))
         got[sampler.sample(logits)] += 1 / 400
     assert not got[expected == 0].any()
     # Evenly spaced numbers hit each interval of the cumulative distribution in proportion, to within one.
@@ -151,7 +151,7 @@ class Fixed:
 def test_the_largest_number_below_one_draws_an_allowed_token():
     for options in PARAMS:
         sampler = Sampler(SamplingParams(seed=0, **options), N_VOCAB)
-        sampler._generator = Fixed(math.nextafter(1.0, 0.0))
+        sampler.generator = Fixed(math.nextafter(1.0, 0.0))
         logits = some_logits(1)
         assert plain_distribution(logits, sampler.params, [])[sampler.sample(logits)] > 0
 

@@ -217,7 +217,7 @@ def test_tokens_equal_the_definitions(options: dict[str, Any], seed: int):
     for row in rows:
         row[:8] += 7  # the tokens of the prompt
     sampler, plain = (Sampler(params, N_VOCAB, prompt, breakers=breakers) for _ in range(2))
-    draws = [plain._generator.random() for _ in rows], [plain._xtc_generator.random() for _ in rows]
+    draws = [plain.generator.random() for _ in rows], [plain.xtc_generator.random() for _ in rows]
     found = []
     for row in rows:
         found.append(sampler.sample(row))

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cached_engines import MODEL, drain, engine, generate, prompt
+from cached_engines import MODEL, engine, generate
+from fake_backend import drain, prompt
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.engine.blocks import HEAD_BYTES, Kind, encoded

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drafters import Guesser, steady
-from fake_backend import FakeBackend, fake_logits
+from fake_backend import FakeBackend, drain, fake_logits, prompt
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.engine.draft_model import draw
@@ -39,15 +39,6 @@ STATES: list[dict[str, Any]] = [
     {}, {"xtc_probability": 0.5},
     *({"mirostat": version, "mirostat_tau": 1.5, "mirostat_eta": 0.5} for version in (1, 2)),
 ]  # fmt: skip
-
-
-def prompt(n: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng([seed, n]).integers(0, 97, n).tolist()
-
-
-def drain(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
 
 
 def alone(tokens: list[int], stop_ids: tuple[int, ...] = (), **params: Any) -> Sequence:

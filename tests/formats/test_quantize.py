@@ -446,7 +446,7 @@ def test_shards_become_one_file(tmp_path: Path) -> None:
 
 
 def test_large_matrices_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requantize, "_PIECE_BYTES", 50_000)
+    monkeypatch.setattr(requantize, "PIECE_BYTES", 50_000)
     writer = GGUFWriter(tmp_path / "in.gguf", "llama")
     stacked = weights(3 * 70, 256).reshape(3, 70, 256)  # like experts
     writer.add_tensor("blk.0.ffn_up_exps.weight", stacked, T.F16)

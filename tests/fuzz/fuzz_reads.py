@@ -25,15 +25,14 @@ from typing import Any
 
 import numpy as np
 import psutil
+from stored_weights import least_of
 
 if __name__ == "__main__":  # as pytest does for the tests
     sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("support", "")]
 
 import hotset
 from hotset.errors import DeviceError, ReadError
-from hotset.loader.build import open_model, plan_model
 from hotset.placement import ram
-from hotset.settings import LoadSettings
 
 N_CTX = 256
 PROMPT = 8  # tokens
@@ -144,12 +143,7 @@ def attack(
 
 def least_budget(path: Path, **settings: Any) -> float:
     """Return the smallest budget that works, in GiB."""
-    settings = {"n_ctx": N_CTX, "device": "cpu", **settings}
-    with open_model(path, LoadSettings(**settings, ram_budget=1e3)) as opened:
-        decided = plan_model(opened)
-        decided.weights.close()
-    assert decided.ram is not None
-    return decided.ram.least / 2**30
+    return least_of(path, **{"n_ctx": N_CTX, "device": "cpu", **settings}) / 2**30
 
 
 def main() -> int:
@@ -169,7 +163,7 @@ def main() -> int:
             from byte_models import write_sparse
 
             path = write_sparse(Path(scratch) / "model.gguf")
-            ram.own_memory, ram._PROGRAM = lambda: 0, 0  # the allowance would hold the whole model
+            ram.own_memory, ram.PROGRAM = lambda: 0, 0  # the allowance would hold the whole model
         budget = args.budget or least_budget(path, max_sequences=args.streams)
         report = attack(path, args.tokens, args.share, args.streams, args.seed, budget)
     for problem in report.problems:

@@ -101,15 +101,15 @@ class Storm:
     # ---- actions of a client
 
     def ask(self, draw: random.Random) -> None:
-        self._ask(draw.choice(self.questions))
+        self.put(draw.choice(self.questions))
 
-    def _ask(self, question: Question) -> None:
+    def put(self, question: Question) -> None:
         status, headers, text = self.request("POST", CHAT, json.dumps(question.body))
         if self._is_excused(status, headers, text):
             return
         choices = json.loads(text)["choices"] if status == 200 else []
         found = {choice["index"]: choice["message"]["content"] for choice in choices}
-        self._check("answers", found == dict(enumerate(question.texts)), f"{status} {text[:300]}")
+        self.check("answers", found == dict(enumerate(question.texts)), f"{status} {text[:300]}")
 
     def stream(self, draw: random.Random) -> None:
         question = draw.choice(self.questions)
@@ -119,10 +119,10 @@ class Storm:
         events, done = events_of(text)
         if events and "error" in events[-1] and "RuntimeError" in str(events.pop()):
             right = all(one.startswith(text_of(events, i)) for i, one in enumerate(question.texts))
-            self._check("streams that failed", right and not done, text[-300:])
+            self.check("streams that failed", right and not done, text[-300:])
             return
         right = done and all(text_of(events, i) == one for i, one in enumerate(question.texts))
-        self._check("streams", right, f"{status} {text[-300:]}")
+        self.check("streams", right, f"{status} {text[-300:]}")
 
     def leave(self, draw: random.Random) -> None:
         """Disconnect at any time between the first byte of a request and the last byte of its answer."""
@@ -203,7 +203,7 @@ class Storm:
     def flood(self, draw: random.Random) -> None:
         """Send more requests at once than fit: the server refuses some and answers the others."""
         asked = [draw.choice(self.questions) for _ in range(PLACES + QUEUE)]
-        threads = [threading.Thread(target=self._ask, args=(question,)) for question in asked]
+        threads = [threading.Thread(target=self.ask, args=(question,)) for question in asked]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -244,20 +244,20 @@ class Storm:
                 raise
             status, text = 413, ""
         right = status in statuses and (status != 500 or "RuntimeError" in text)
-        self._check(f"refused: {kind}", right, f"{status} {text[:300]}")
+        self.check(f"refused: {kind}", right, f"{status} {text[:300]}")
 
     def _is_excused(self, status: int, headers: dict[str, str], text: str) -> bool:
         if status == 429:
-            self._check(
+            self.check(
                 "told to come again",
                 int(headers.get("Retry-After", headers.get("retry-after", "0"))) > 0,
                 text,
             )
         elif status == 500:
-            self._check("answers that failed", "RuntimeError" in text and "burst" not in text, text)
+            self.check("answers that failed", "RuntimeError" in text and "burst" not in text, text)
         return status in (429, 500)
 
-    def _check(self, what: str, right: bool, detail: str) -> None:
+    def check(self, what: str, right: bool, detail: str) -> None:
         self.counts[what] += 1
         if not right:
             self.problems.append(f"{what}: {detail}")
@@ -348,8 +348,8 @@ def last_stream(storm: Storm, process: subprocess.Popen[str]) -> None:
     ]
     events, done = events_of("\n".join(lines))
     reason = events[-1]["choices"][0]["finish_reason"] if events and events[-1].get("choices") else None
-    storm._check("SIGTERM in a stream", done and reason == "length", "\n".join(lines[-3:]))
-    storm._check("exit status", process.wait(60) == 0, str(process.returncode))
+    storm.check("SIGTERM in a stream", done and reason == "length", "\n".join(lines[-3:]))
+    storm.check("exit status", process.wait(60) == 0, str(process.returncode))
 
 
 def main() -> int:
@@ -383,12 +383,12 @@ def main() -> int:
             after = settled(storm, seen)
             for name, value in after.items():
                 grown = {"memory": GROWTH, "threads": 1}.get(name, 0)  # the engine's thread comes and goes
-                storm._check(
+                storm.check(
                     "what is left", value <= before[name] + grown, f"{name}: {before[name]} -> {value}"
                 )
             process.send_signal(signal.SIGUSR1)
             for question in asked:
-                storm._ask(question)
+                storm.put(question)
             last_stream(storm, process)
     print(", ".join(f"{n} {what}" for what, n in sorted(storm.counts.items())))
     print("; ".join(f"{name} {before[name]:.0f} -> {after[name]:.0f}" for name in after))

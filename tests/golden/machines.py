@@ -111,7 +111,7 @@ def reports(name: str, folder: Path) -> list[dict[str, Any]]:
 def _report(command: str, home: Path) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        done = inside(*command.split(), "--json")
+        done = inside(*command.split(), "--json", returns=None)
     said = " ".join(done.stderr.replace("│", " ").split())
     assert done.returncode != 2, said  # such an option does not exist
     found = {

@@ -34,7 +34,7 @@ GIB = 2**30
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write a file with predictors, and leave the program's own memory out of budgets."""
     monkeypatch.setattr(ram, "own_memory", lambda: 0)
-    monkeypatch.setattr(ram, "_PROGRAM", 0)
+    monkeypatch.setattr(ram, "PROGRAM", 0)
     return write_sparse(tmp_path / "model.gguf")
 
 
@@ -121,11 +121,11 @@ def test_disks_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     file, kept = tmp_path / "data", tmp_path / "machine.json"
     file.write_bytes(bytes(2 << 20))
     assert measure_disk(file, path=kept) == USUAL
-    monkeypatch.setattr(disk, "_SMALLEST_FILE", 1)
-    monkeypatch.setattr(disk, "_SECONDS", 0.001)
+    monkeypatch.setattr(disk, "SMALLEST_FILE", 1)
+    monkeypatch.setattr(disk, "SECONDS", 0.001)
     measured = measure_disk(file, path=kept)
     assert all(rate > 0 for _, rate in measured.rates)
-    monkeypatch.setattr(disk, "_SECONDS", None)  # no second time
+    monkeypatch.setattr(disk, "SECONDS", None)  # no second time
     assert measure_disk(file, path=kept) == measured
 
 
@@ -140,8 +140,8 @@ def test_threads_read_where_the_kernel_gives_no_ring(tmp_path: Path, monkeypatch
         return made(ring, depth)
 
     monkeypatch.setattr(_core, "Reader", reader)
-    monkeypatch.setattr(disk, "_SMALLEST_FILE", 1)
-    monkeypatch.setattr(disk, "_SECONDS", 0.001)
+    monkeypatch.setattr(disk, "SMALLEST_FILE", 1)
+    monkeypatch.setattr(disk, "SECONDS", 0.001)
     assert not measure_disk(file, path=tmp_path / "machine.json").ring
     assert DiskRates(True, 8, USUAL.rates).reader().ring is False
 
@@ -154,16 +154,19 @@ def test_rates_give_gaps_and_ceilings() -> None:
     assert 4e8 < rates.rate(100_000) < 1e9
 
 
-def test_server_counts_disk_reads(model: Path) -> None:
+async def test_server_counts_disk_reads(model: Path) -> None:
     tiny_server = pytest.importorskip("tiny_server", reason="the server's packages are not there")
 
-    async def work(client: Any, _: Any) -> None:
+    settings: dict[str, Any] = {"n_ctx": 64, "device": "cpu", "n_threads": 1, "max_sequences": 4}
+    async with tiny_server.client_of(
+        model, load=settings | {"ram_budget": least_of(model, **settings) / GIB}
+    ) as (
+        client,
+        _,
+    ):
         counts = await tiny_server.metrics_after_an_answer(client)
         assert counts["hotset_row_misses_total"] > 0
         assert counts["hotset_disk_read_bytes_total"] >= 4096
-
-    settings: dict[str, Any] = {"n_ctx": 64, "device": "cpu", "n_threads": 1, "max_sequences": 4}
-    tiny_server.run(model, work, load=settings | {"ram_budget": least_of(model, **settings) / GIB})
 
 
 @pytest.mark.parametrize("sparsity", ["exact", "predicted"])
@@ -230,7 +233,6 @@ def test_an_error_keeps_no_plan(model: Path) -> None:
 def test_reorder_bundles_from_the_command_line(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "bundled.gguf"
     done = inside("reorder", model, out, "--bundle", "--json")
-    assert done.returncode == 0, done.stderr
     written = json.loads(done.stdout)
     assert written["bundled"] is True
     assert written["profile"] is None

@@ -390,7 +390,7 @@ def test_scored_text_is_a_prompt_unless_it_counts_as_an_answer(tmp_path: Path) -
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Simulate a machine that reads channels as fast as rows, without storing the measurement."""
-    monkeypatch.setattr(channel_rates, "_measure", lambda n_threads, work: ChannelRates(1e9, 1e9))
+    monkeypatch.setattr(channel_rates, "measure_rates", lambda n_threads, work: ChannelRates(1e9, 1e9))
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
 
 

@@ -222,7 +222,7 @@ def test_entries_of_the_published_config() -> None:
 
 def test_a_budget_of_memory_changes_no_bit(gguf: GGUFFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ram, "own_memory", lambda: 0)
-    monkeypatch.setattr(ram, "_PROGRAM", 0)
+    monkeypatch.setattr(ram, "PROGRAM", 0)
     path, ids = gguf.paths[0], tokens(70).tolist()
     settings: dict[str, Any] = {"n_ctx": 128, "device": "cpu", "n_threads": 2}
     with hotset.load(path, **settings) as mapped:

@@ -113,7 +113,7 @@ def test_weights_under_a_budget_give_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     monkeypatch.setattr(ram, "own_memory", lambda: 0)
-    monkeypatch.setattr(ram, "_PROGRAM", 0)
+    monkeypatch.setattr(ram, "PROGRAM", 0)
     path = Path(write(tmp_path).path)
     settings: dict[str, Any] = {"n_ctx": 256, "sparsity": mode, "device": "cpu", "n_threads": 2}
     ids = tokens(20).tolist()

@@ -279,8 +279,8 @@ def test_a_step_that_needs_more_than_usual_borrows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """Borrow slots of other layers, whose rows are then read again: a prompt, then tokens, twice."""
-    monkeypatch.setattr(stored_module, "_USUAL_SHARE", 0.0)
-    monkeypatch.setattr(stored_module, "_USUAL_LEAST", 40)
+    monkeypatch.setattr(stored_module, "USUAL_SHARE", 0.0)
+    monkeypatch.setattr(stored_module, "USUAL_LEAST", 40)
     gguf = write(tmp_path, "llama", GGMLType.Q8_0, ranks=(32, 64, 32))
     predictor = "svd" if mode == "predicted" else None
     ready, graph = prepared(gguf, mode, predictor)

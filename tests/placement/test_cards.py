@@ -34,7 +34,6 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def planned(*arguments: object) -> dict[str, Any]:
     done = inside("plan", *arguments, "--json")
-    assert done.returncode == 0, done.stderr
     facts: dict[str, Any] = json.loads(done.stdout)
     return facts
 
@@ -74,7 +73,6 @@ def test_a_plan_for_a_named_card_needs_no_gpu(model: Path) -> None:
 
 def test_a_budget_without_a_gpu_is_planned_for_a_stated_card(model: Path) -> None:
     done = inside("plan", model, "--vram-budget", 8)
-    assert done.returncode == 0, done.stderr
     assert (
         f"There is no GPU here: this is a plan for an {DEFAULT}. Name another GPU with --gpu." in done.stderr
     )
@@ -115,7 +113,7 @@ def test_a_faster_card_is_planned_to_be_faster(model: Path) -> None:
     ],
 )
 def test_impossible_plans_are_refused(model: Path, options: tuple[object, ...], code: int, said: str) -> None:
-    done = inside("plan", model, *options)
+    done = inside("plan", model, *options, returns=None)
     assert done.returncode == code, done.stdout
     assert said in " ".join(done.stderr.replace("│", " ").split())
 

@@ -107,7 +107,7 @@ def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         measured.append((n_threads, work))
         return ChannelRates(2e9, 1e9)
 
-    monkeypatch.setattr(channel_rates, "_measure", measure)
+    monkeypatch.setattr(channel_rates, "measure_rates", measure)
     path = tmp_path / "machine.json"
     small, large = Workload(T.Q4_0, 256, 1 << 20), Workload(T.Q4_0, 4096, 1 << 27)
     other = Workload(T.Q6_K, 256, 1 << 20)
@@ -125,7 +125,7 @@ def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("type_", [T.Q4_0, T.Q4_1, T.Q8_0, T.Q4_K, T.Q5_K, T.Q6_K], ids=lambda t: t.name)
 def test_measurement_is_a_rate(monkeypatch: pytest.MonkeyPatch, type_: GGMLType) -> None:
     monkeypatch.setattr(channel_rates, "_SECONDS", 0.001)
-    rates = channel_rates._measure(1, Workload(type_, 256, 1 << 16))
+    rates = channel_rates.measure_rates(1, Workload(type_, 256, 1 << 16))
     assert rates.rows > 0
     assert rates.channels > 0
 
@@ -159,7 +159,7 @@ def test_rates_are_of_each_type(tmp_path: Path) -> None:
 def test_loading_builds_copies_that_pay_and_notes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel_rates, "_measure", lambda n_threads, work: ChannelRates(1e9, 0.5e9))
+    monkeypatch.setattr(channel_rates, "measure_rates", lambda n_threads, work: ChannelRates(1e9, 0.5e9))
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     gguf = write(tmp_path, type=T.Q4_0)
     kept = [KEPT, {**KEPT, "attn_out": 0.1}]

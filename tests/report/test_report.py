@@ -234,9 +234,9 @@ def test_the_words_of_a_plot_have_its_numbers():
 
 
 def test_a_band_lies_where_the_layers_do():
-    axis = plots._new_figure(2.0).subplots()
+    axis = plots.new_figure(2.0).subplots()
     x, values = np.array([1.0, 2.0, 4.0]), np.array([[10, 20, 30], [14, 28, 42], [12, 24, 36], [11, 22, 33]])
-    plots._band(axis, x, np.concatenate([values, np.full((1, 3), np.nan)]))
+    plots.band(axis, x, np.concatenate([values, np.full((1, 3), np.nan)]))
     outer, middle = (set(map(tuple, area.get_paths()[0].vertices)) for area in axis.collections)
     assert outer == set(zip(x, values.min(axis=0), strict=True)) | set(
         zip(x, values.max(axis=0), strict=True)
@@ -273,7 +273,6 @@ def firing(path: Path, n_tokens: int, n_ctx: int) -> list[list[np.ndarray]]:
 
 def test_json_of_a_text_equals_numpy(plain: Path, text: Path):
     done = inside("report", plain, "-f", text, "-c", 64, "-n", 130, *REFERENCE, "--json")
-    assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["n_tokens"], result["counted"], result["files"]) == (128, str(text), [])
     assert (result["run"]["n_tokens"], result["run"]["n_sequences"]) == (128, 2)
@@ -302,23 +301,18 @@ def test_report_of_a_profile_and_a_text(
     plain: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    done = inside("report", plain)
-    assert done.returncode == 1
+    done = inside("report", plain, returns=1)
     assert "there is no profile" in done.stderr.lower()
     assert "hotset sparse profile" in done.stderr
-    assert inside("profile", plain, "-f", text, "-n", 400, *REFERENCE).returncode == 0
+    inside("profile", plain, "-f", text, "-n", 400, *REFERENCE)
     done = inside("report", plain)
-    assert done.returncode == 0, done.stderr
     assert "Wrote plain.report.html" in done.stderr
     assert "Without a text (-f)" in done.stderr
     page = check_self_contained(Path("plain.report.html").read_text("utf-8"))
     assert len(page.of("svg")) == 2
     both = ("report", plain, "-f", text, "-n", 128, *REFERENCE, "--images", "png", "--images", "svg")
-    done = inside(*both, "-o", "missing/r.html")
-    assert done.returncode == 1
-    assert "cannot be written" in done.stderr
-    done = inside(*both, "-o", "r.html")
-    assert done.returncode == 0, done.stderr
+    assert "cannot be written" in inside(*both, "-o", "missing/r.html", returns=1).stderr
+    inside(*both, "-o", "r.html")
     page = check_self_contained(Path("r.html").read_text("utf-8"))
     assert len(page.of("svg")) == 4
     names = {"power-law", "sparsity", "overlap", "coactivation"}
@@ -337,7 +331,7 @@ def test_report_of_a_profile_and_a_text(
 def test_undrawable_data_gives_one_message(plain: Path, text: Path, tmp_path: Path):
     dense = write_dense(tmp_path / "dense.gguf")
     other = write_sparse(tmp_path / "other.gguf", dialect="gguf", seed=4)
-    assert inside("profile", other, "-f", text, "-n", 64, *REFERENCE).returncode == 0
+    inside("profile", other, "-f", text, "-n", 64, *REFERENCE)
     (tmp_path / "empty.txt").write_text(" \n")
     mistakes = [
         (("report", dense, "-f", text), 1, "no zeros: every neuron fires for every token"),
@@ -350,8 +344,7 @@ def test_undrawable_data_gives_one_message(plain: Path, text: Path, tmp_path: Pa
         (("report", plain, "-f", text, "--images", "jpg"), 2, "jpg must be png or svg"),
     ]  # fmt: skip
     for arguments, code, fragment in mistakes:
-        done = inside(*arguments)
-        assert done.returncode == code, done.stderr
+        done = inside(*arguments, returns=code)
         said = " ".join(done.stderr.replace("│", " ").split())
         assert fragment.lower() in said.lower()
         assert done.stdout == ""
@@ -365,8 +358,7 @@ def test_without_matplotlib_the_numbers_remain(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.chdir(tmp_path)
     arguments = ("report", plain, "-f", text, "-n", 64, *REFERENCE)
-    done = inside(*arguments)
-    assert done.returncode == 1
+    done = inside(*arguments, returns=1)
     assert "need matplotlib" in done.stderr
     assert "pip install '.[plot]'" in done.stderr
     assert "as JSON" in done.stderr

@@ -174,25 +174,21 @@ def test_profile_and_report_of_a_mixture(
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog; " * 4)
     done = inside("report", model, "-f", text, "-c", 64, "--json")
-    assert done.returncode == 0, done.stderr
     alone = json.loads(done.stdout)
-    done = inside("profile", model, "-f", text, "-c", 64)
-    assert done.returncode == 0, done.stderr
-    assert "busiest has" in done.stdout
+    assert "busiest has" in inside("profile", model, "-f", text, "-c", 64).stdout
     counted = Profile.open(profile_path(model))
     assert alone["n_tokens"] == counted.n_tokens
     expected = np.stack([count / counted.n_tokens for count in counted.experts.values()])
     np.testing.assert_allclose(alone["experts"]["hotness"], expected, atol=1e-6)
     assert (alone["run"], alone["drift"]["lags"]) == (None, list(LAGS))
     assert bool(alone["layers"]) == bool(keys), "curves of neurons, where these have zeros"
-    done = inside("report", model, "-f", text, "-c", 64, "--images", "svg")
-    assert done.returncode == 0, done.stderr
+    inside("report", model, "-f", text, "-c", 64, "--images", "svg")
     page = check_self_contained((tmp_path / "m.report.html").read_text("utf-8"))
     assert page is not None
     names = {place.name for place in tmp_path.glob("m.report-*.svg")}
     assert names >= {"m.report-experts.svg", "m.report-drift.svg"}
     assert ("m.report-power-law.svg" in names) == bool(keys)
-    done = inside("report", model, "--json")  # only from the profile
+    done = inside("report", model, "--json", returns=None)  # only from the profile
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["drift"] is None
     assert json.loads(done.stdout)["experts"] == alone["experts"]

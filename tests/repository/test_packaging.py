@@ -39,11 +39,11 @@ def test_dependencies_are_the_imports() -> None:
 
 
 def test_doctor_shows_the_dependencies() -> None:
-    from hotset.cli.doctor import _PACKAGES
+    from hotset.cli.doctor import PACKAGES
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     everywhere = {re.split("[>;]", r)[0] for r in project["dependencies"] if ";" not in r}
-    assert set(_PACKAGES) == everywhere | {"hotset"}
+    assert set(PACKAGES) == everywhere | {"hotset"}
 
 
 def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:

@@ -10,15 +10,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import httpx
 import pytest
 from cli_runs import command_of
 from paths import DOCS
-from tiny_server import run, write_model
+from tiny_server import client_of, write_model
 
 from hotset.cli.main import SUBCOMMANDS
 from hotset.placement import ram
-from hotset.server.service import Service
 
 FOLDER = DOCS / "reference"
 NAMES = (
@@ -87,17 +85,13 @@ def test_text_is_escaped_for_markdown(generator: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"ram_budget": 1.0}], ids=["mapped", "ram-budget"])
-def test_every_metric_of_a_server_is_there(
+async def test_every_metric_of_a_server_is_there(
     made: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(ram, "own_memory", lambda: 0)  # earlier tests loaded much into this process
-    found: set[str] = set()
-
-    async def ask(client: httpx.AsyncClient, _: Service) -> None:
+    async with client_of(write_model(tmp_path / "tiny.gguf"), load=options) as (client, _):
         text = (await client.get("/metrics")).text
-        found.update(re.findall(r"^# TYPE (hotset_\w+?)(?:_created)? ", text, re.MULTILINE))
-
-    run(write_model(tmp_path / "tiny.gguf"), ask, load=options)
+    found = set(re.findall(r"^# TYPE (hotset_\w+?)(?:_created)? ", text, re.MULTILINE))
     assert len(found) > 20
     assert not {name for name in found if not re.search(rf"`{name}(_total)?[`{{]", made["metrics.md"])}
 

@@ -216,34 +216,31 @@ def replicas(path: Path) -> Iterator[list[Replica]]:
         yield found
 
 
-def test_client_gets_the_replicas_reply(replicas: list[Replica]):
-    async def work() -> None:
-        async with fronted([one.where for one in replicas]) as (client, places, _):
-            body = {"messages": [{"role": "user", "content": "hello " * 25}]} | GREEDY
-            replies = [(await client.post(CHAT, json=body)).json() for _ in range(2)]
-            first, second = (one["choices"][0]["message"]["content"] for one in replies)
-            assert first == second
-            stream = await client.post(CHAT, json=body | {"stream": True})
-            assert stream.headers["content-type"].startswith("text/event-stream")
-            assert text_of(events_of(stream.text)[0]) == first
-            assert all(place.cancelled for place in places.given), "each gives its place back"
-            assert places.keys[0] == prefix_keys(json.dumps(body).encode())
-            wrong = await client.post(CHAT, json={"messages": "nonsense"})
-            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "messages")
-            odd = await client.post(CHAT, json=body | {"nonsense": 1})
-            assert (odd.status_code, odd.headers["x-hotset-ignored"]) == (200, "nonsense")
-            assert (await client.get("/v1/models")).json()["data"][0]["id"] == "tiny"
-            assert (await client.get("/page/main.js")).status_code == 200
-            assert (await client.get("/nowhere?x=1")).status_code == 404
-            assert (await client.get("/health")).json() == {"status": "ok"}
-            text = (await client.get("/metrics")).text
-            assert 'hotset_ready{replica="r1"} 1.0' in text
-            assert text.count("# TYPE hotset_answers ") + text.count("# TYPE hotset_answers_total ") == 1
-
-    asyncio.run(work())
+async def test_client_gets_the_replicas_reply(replicas: list[Replica]):
+    async with fronted([one.where for one in replicas]) as (client, places, _):
+        body = {"messages": [{"role": "user", "content": "hello " * 25}]} | GREEDY
+        replies = [(await client.post(CHAT, json=body)).json() for _ in range(2)]
+        first, second = (one["choices"][0]["message"]["content"] for one in replies)
+        assert first == second
+        stream = await client.post(CHAT, json=body | {"stream": True})
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        assert text_of(events_of(stream.text)[0]) == first
+        assert all(place.cancelled for place in places.given), "each gives its place back"
+        assert places.keys[0] == prefix_keys(json.dumps(body).encode())
+        wrong = await client.post(CHAT, json={"messages": "nonsense"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "messages")
+        odd = await client.post(CHAT, json=body | {"nonsense": 1})
+        assert (odd.status_code, odd.headers["x-hotset-ignored"]) == (200, "nonsense")
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "tiny"
+        assert (await client.get("/page/main.js")).status_code == 200
+        assert (await client.get("/nowhere?x=1")).status_code == 404
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        text = (await client.get("/metrics")).text
+        assert 'hotset_ready{replica="r1"} 1.0' in text
+        assert text.count("# TYPE hotset_answers ") + text.count("# TYPE hotset_answers_total ") == 1
 
 
-def test_bodies_are_read_outside_the_loop(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch):
+async def test_bodies_are_read_outside_the_loop(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch):
     threads: list[threading.Thread] = []
 
     def noted(body: bytes) -> list[str]:
@@ -252,84 +249,73 @@ def test_bodies_are_read_outside_the_loop(replicas: list[Replica], monkeypatch: 
 
     monkeypatch.setattr(front_module, "prefix_keys", noted)
 
-    async def work() -> None:
-        async with fronted([replicas[0].where]) as (client, places, _):
-            assert (await client.post(CHAT, json={"messages": MESSAGES} | GREEDY)).status_code == 200
-            assert threading.current_thread() not in threads
-            assert places.keys == [prefix_keys(json.dumps({"messages": MESSAGES} | GREEDY).encode())]
-
-    asyncio.run(work())
+    async with fronted([replicas[0].where]) as (client, places, _):
+        assert (await client.post(CHAT, json={"messages": MESSAGES} | GREEDY)).status_code == 200
+        assert threading.current_thread() not in threads
+        assert places.keys == [prefix_keys(json.dumps({"messages": MESSAGES} | GREEDY).encode())]
     assert len(threads) == 1
 
 
-def test_front_checks_keys_and_replicas_accept_only_the_front(replicas: list[Replica]):
-    async def work() -> None:
-        async with fronted([replicas[0].where], api_keys=("k",)) as (client, places, _):
-            assert (await client.post(CHAT, json={"messages": MESSAGES})).status_code == 401
-            assert not places.given
-            body = {"messages": MESSAGES} | GREEDY
-            allowed = await client.post(CHAT, json=body, headers={"x-api-key": "k"})
-            assert allowed.status_code == 200
-        async with httpx.AsyncClient() as stranger:
-            for headers in ({}, {"x-hotset-front": "guess"}):
-                assert (
-                    await stranger.get(f"{replicas[0].where}/v1/models", headers=headers)
-                ).status_code == 403
-
-    asyncio.run(work())
+async def test_front_checks_keys_and_replicas_accept_only_the_front(replicas: list[Replica]):
+    async with fronted([replicas[0].where], api_keys=("k",)) as (client, places, _):
+        assert (await client.post(CHAT, json={"messages": MESSAGES})).status_code == 401
+        assert not places.given
+        body = {"messages": MESSAGES} | GREEDY
+        allowed = await client.post(CHAT, json=body, headers={"x-api-key": "k"})
+        assert allowed.status_code == 200
+    async with httpx.AsyncClient() as stranger:
+        for headers in ({}, {"x-hotset-front": "guess"}):
+            assert (await stranger.get(f"{replicas[0].where}/v1/models", headers=headers)).status_code == 403
 
 
-def test_request_without_a_reply_is_sent_to_another_replica(replicas: list[Replica]):
-    async def work() -> None:
-        with bound_socket("127.0.0.1", 0) as unheard:
-            nobody = f"http://127.0.0.1:{unheard.getsockname()[1]}"
-            unheard.close()
-            async with fronted([nobody, nobody, replicas[1].where]) as (client, places, _):
-                for stream in (False, True):
-                    reply = await client.post(CHAT, json={"messages": MESSAGES, "stream": stream} | GREEDY)
-                    assert reply.status_code == 200
-                assert len(places.given) == 4
-
-    asyncio.run(work())
-
-
-def test_a_replica_that_dies_before_its_answer_costs_nothing_and_within_it_an_error(replicas: list[Replica]):
-    async def work() -> None:
-        slow = replicas[0].service.model.backend
-        step, gate, begun = slow.step, threading.Event(), threading.Event()
-
-        def held(batch: Any) -> Any:
-            begun.set()
-            assert gate.wait(WATCHDOG)
-            return step(batch)
-
-        slow.step = held  # type: ignore[method-assign]
-        try:
-            async with fronted([replicas[0].where, replicas[1].where]) as (client, places, _):
-                body = {"prompt": "hello", **GREEDY}
-                asked = asyncio.create_task(client.post("/v1/completions", json=body))
-                while not begun.is_set():
-                    await asyncio.sleep(0.01)
-                places.given[0].died.set()
-                reply = await asked
+async def test_request_without_a_reply_is_sent_to_another_replica(replicas: list[Replica]):
+    with bound_socket("127.0.0.1", 0) as unheard:
+        nobody = f"http://127.0.0.1:{unheard.getsockname()[1]}"
+        unheard.close()
+        async with fronted([nobody, nobody, replicas[1].where]) as (client, places, _):
+            for stream in (False, True):
+                reply = await client.post(CHAT, json={"messages": MESSAGES, "stream": stream} | GREEDY)
                 assert reply.status_code == 200
-                assert len(places.given) == 2
-                # A chat's stream begins at once: its first event has no text.
-                places.order = [replicas[0].where]
-                stream = asyncio.create_task(
-                    client.post(CHAT, json={"messages": MESSAGES, "stream": True} | GREEDY)
-                )
-                places.replied.clear()
-                await places.replied.wait()
-                places.given[2].died.set()
-                last = events_of((await stream).text)[0][-1]
-                assert last["error"]["code"] == "not_ready"
-                assert "the replica that answered was lost" in last["error"]["message"]
-        finally:
-            gate.set()
-            slow.step = step  # type: ignore[method-assign]
+            assert len(places.given) == 4
 
-    asyncio.run(work())
+
+async def test_a_replica_that_dies_before_its_answer_costs_nothing_and_within_it_an_error(
+    replicas: list[Replica],
+):
+
+    slow = replicas[0].service.model.backend
+    step, gate, begun = slow.step, threading.Event(), threading.Event()
+
+    def held(batch: Any) -> Any:
+        begun.set()
+        assert gate.wait(WATCHDOG)
+        return step(batch)
+
+    slow.step = held  # type: ignore[method-assign]
+    try:
+        async with fronted([replicas[0].where, replicas[1].where]) as (client, places, _):
+            body = {"prompt": "hello", **GREEDY}
+            asked = asyncio.create_task(client.post("/v1/completions", json=body))
+            while not begun.is_set():
+                await asyncio.sleep(0.01)
+            places.given[0].died.set()
+            reply = await asked
+            assert reply.status_code == 200
+            assert len(places.given) == 2
+            # A chat's stream begins at once: its first event has no text.
+            places.order = [replicas[0].where]
+            stream = asyncio.create_task(
+                client.post(CHAT, json={"messages": MESSAGES, "stream": True} | GREEDY)
+            )
+            places.replied.clear()
+            await places.replied.wait()
+            places.given[2].died.set()
+            last = events_of((await stream).text)[0][-1]
+            assert last["error"]["code"] == "not_ready"
+            assert "the replica that answered was lost" in last["error"]["message"]
+    finally:
+        gate.set()
+        slow.step = step  # type: ignore[method-assign]
 
 
 def test_refusal_of_a_replica_is_final(path: Path):
@@ -347,15 +333,12 @@ def test_refusal_of_a_replica_is_final(path: Path):
         replica.close()
 
 
-def test_before_there_are_replicas_and_when_it_ends(replicas: list[Replica]):
-    async def work() -> None:
-        async with fronted([replicas[0].where]) as (client, _, front):
-            front.ready.clear()
-            for path in ("/health", "/v1/models"):
-                reply = await client.get(path)
-                assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
-            front.ready.set()
-            front.stopping = True
-            assert (await client.post(CHAT, json={"messages": MESSAGES})).status_code == 503
-
-    asyncio.run(work())
+async def test_before_there_are_replicas_and_when_it_ends(replicas: list[Replica]):
+    async with fronted([replicas[0].where]) as (client, _, front):
+        front.ready.clear()
+        for path in ("/health", "/v1/models"):
+            reply = await client.get(path)
+            assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
+        front.ready.set()
+        front.stopping = True
+        assert (await client.post(CHAT, json={"messages": MESSAGES})).status_code == 503

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
-from tiny_server import write_model
+from tiny_server import client_of, write_model
 
 import hotset
+from hotset.server.service import Service
 
 
 @pytest.fixture(scope="module")
@@ -20,3 +22,20 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(path: Path) -> Iterator[hotset.Model]:
     with hotset.load(path, device="cpu", n_threads=1, max_sequences=4) as model:
         yield model
+
+
+@pytest.fixture
+async def served(path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
+    """Yield a client of a server of the model, and its service."""
+    async with client_of(path) as both:
+        yield both
+
+
+@pytest.fixture
+def client(served: tuple[httpx.AsyncClient, Service]) -> httpx.AsyncClient:
+    return served[0]
+
+
+@pytest.fixture
+def service(served: tuple[httpx.AsyncClient, Service]) -> Service:
+    return served[1]

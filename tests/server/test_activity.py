@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from byte_models import TEMPLATE, write_sparse
 from drafters import steady
-from tiny_server import MESSAGES, events_of, run, text_of, write_model
+from tiny_server import MESSAGES, client_of, events_of, text_of, write_model
 
 import hotset
 from hotset.backends.base import StepStats
 from hotset.server.activity import ActivityReport
-from hotset.server.service import Service
 
 __all__ = ["steady"]  # the fixture
 BODY = {
@@ -45,8 +43,8 @@ def activity_of(text: str, index: int = 0) -> list[dict[str, Any]]:
     return entries
 
 
-def test_every_token_has_the_numbers_of_its_step(sparse: Path) -> None:
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_every_token_has_the_numbers_of_its_step(sparse: Path) -> None:
+    async with client_of(sparse) as (client, service):
         model = service.model
         reply = await client.post("/v1/chat/completions", json=BODY)
         entries = activity_of(reply.text)
@@ -73,15 +71,13 @@ def test_every_token_has_the_numbers_of_its_step(sparse: Path) -> None:
         kv = [entry["bytes_kv"] for entry in entries]
         assert set(np.diff(kv).tolist()) == {model.cost.kv_bytes_per_token(model.kv_type)}
 
-    run(sparse, work)
-
 
 def _sampling() -> dict[str, Any]:
     return {name: BODY[name] for name in ("temperature", "max_tokens", "ignore_eos")}
 
 
-def test_a_dense_model_reports_bytes_and_times(dense: Path) -> None:
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_a_dense_model_reports_bytes_and_times(dense: Path) -> None:
+    async with client_of(dense) as (client, service):
         entries = activity_of((await client.post("/v1/chat/completions", json=BODY)).text)
         assert len(entries) == 12
         model = service.model
@@ -93,16 +89,13 @@ def test_a_dense_model_reports_bytes_and_times(dense: Path) -> None:
                 model.cost.bytes_per_token(depth, model.kv_type)
             )
 
-    run(dense, work)
 
-
-def test_drafted_tokens_are_marked(dense: Path) -> None:
+async def test_drafted_tokens_are_marked(dense: Path) -> None:
     """Drafted tokens belong to the step of the token before them.
 
     The model drafts itself, mostly correctly.
     """
-
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(dense, load={"draft": dense}) as (client, service):
         entries = activity_of((await client.post("/v1/chat/completions", json=BODY)).text)
         marked = [entry.get("drafted", False) for entry in entries]
         assert not marked[0]
@@ -115,11 +108,9 @@ def test_drafted_tokens_are_marked(dense: Path) -> None:
         assert accepted - 1 <= sum(marked) <= accepted
         assert sum(marked) >= 1
 
-    run(dense, work, load={"draft": dense})
 
-
-def test_each_choice_has_its_own_tokens(sparse: Path) -> None:
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_each_choice_has_its_own_tokens(sparse: Path) -> None:
+    async with client_of(sparse) as (client, service):
         body = BODY | {"n": 2, "temperature": 1.0, "seed": 3}
         text = (await client.post("/v1/chat/completions", json=body)).text
         for index in (0, 1):
@@ -132,11 +123,9 @@ def test_each_choice_has_its_own_tokens(sparse: Path) -> None:
             entry["token"] for entry in activity_of(text, 1)
         ]
 
-    run(sparse, work)
 
-
-def test_nothing_is_reported_unless_requested(sparse: Path) -> None:
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_nothing_is_reported_unless_requested(sparse: Path) -> None:
+    async with client_of(sparse) as (client, _):
         for options in ({}, {"stream_options": {"include_usage": True}}):
             body = {name: value for name, value in BODY.items() if name != "stream_options"} | options
             assert "hotset" not in (await client.post("/v1/chat/completions", json=body)).text
@@ -144,8 +133,6 @@ def test_nothing_is_reported_unless_requested(sparse: Path) -> None:
         reply = await client.post("/v1/chat/completions", json=whole)
         assert reply.status_code == 200
         assert "hotset" not in reply.json()
-
-    run(sparse, work)
 
 
 def test_cpus_part_is_reported_next_to_a_device(sparse: Path) -> None:

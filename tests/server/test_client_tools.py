@@ -7,13 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from api_schemas import events_of
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from tiny_server import MESSAGES, run, write_model
+from tiny_server import MESSAGES, client_of, write_model
 from tool_models import HERMES, WEATHER, written
 
 from hotset.engine.sampler import TokenLogprobs
@@ -32,7 +31,6 @@ from hotset.server.openai.client_calls import (
     custom_input,
 )
 from hotset.server.openai.responses import ResponsesBody, answer_request
-from hotset.server.service import Service
 
 Json = dict[str, Any]
 _EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -88,10 +86,10 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("name", "arguments", "item"), CALLS)
-def test_calls_of_a_response(hermes: Path, name: str, arguments: Any, item: Json):
+async def test_calls_of_a_response(hermes: Path, name: str, arguments: Any, item: Json):
     body = {"input": "hello", "tools": TOOLS, "max_output_tokens": 400, "temperature": 0}
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(hermes, load={"n_ctx": 4096}) as (client, service):
         written(service.model, call_of(name, arguments))
         reply = await client.post("/v1/responses", json=body)
         stream = await client.post("/v1/responses", json=body | {"stream": True})
@@ -122,8 +120,6 @@ def test_calls_of_a_response(hermes: Path, name: str, arguments: Any, item: Json
             shell = [e for e in events if e["type"].startswith("response.shell_call_command")]
             assert (shell[0]["type"], shell[-1]["command"]) == ("response.shell_call_command.added", "ls")
             assert "".join(e["delta"] for e in shell[1:-1]) == "ls"
-
-    run(hermes, work, load={"n_ctx": 4096})
 
 
 @pytest.mark.parametrize(
@@ -158,19 +154,17 @@ def test_a_call_arrives_in_pieces(name: str, pieces: list[str], events: list[str
         ("shell", '{"commands": [', {"type": "function_call", "arguments": '{"commands": ['}),
     ],
 )
-def test_a_call_that_does_not_end_is_incomplete(hermes: Path, name: str, begun: str, item: Json):
+async def test_a_call_that_does_not_end_is_incomplete(hermes: Path, name: str, begun: str, item: Json):
     text = f'<tool_call>\n{{"name": "{name}", "arguments": {begun}'
     body = {"input": "hello", "tools": TOOLS, "max_output_tokens": len(text), "temperature": 0}
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(hermes, load={"n_ctx": 4096}) as (client, service):
         written(service.model, text)
         reply = (await client.post("/v1/responses", json=body)).json()
         stream = await client.post("/v1/responses", json=body | {"stream": True})
         assert (item | {"status": "incomplete"}).items() <= reply["output"][0].items()
         done = [e["item"] for e in events_of(stream.text) if e["type"] == "response.output_item.done"]
         assert {**done[0], "id": "", "call_id": ""} == {**reply["output"][0], "id": "", "call_id": ""}
-
-    run(hermes, work, load={"n_ctx": 4096})
 
 
 @pytest.mark.parametrize(
@@ -201,7 +195,7 @@ def test_strings_of_arguments_in_pieces(value: Json, ascii: bool):
 
 
 @pytest.mark.parametrize("url", ["/v1/responses", "/v1/chat/completions"])
-def test_the_regular_expression_of_a_custom_tool_is_enforced(hermes: Path, url: str):
+async def test_the_regular_expression_of_a_custom_tool_is_enforced(hermes: Path, url: str):
     pytest.importorskip("llguidance")
     regex = {"syntax": "regex", "definition": 'a"[0-9]{2}'}
     tool: Json = {"name": "patch", "format": {"type": "grammar", **regex}}
@@ -212,7 +206,7 @@ def test_the_regular_expression_of_a_custom_tool_is_enforced(hermes: Path, url: 
         tool["format"] = {"type": "grammar", "grammar": regex}
         body |= {"messages": MESSAGES, "tools": [{"type": "custom", "custom": tool}]}
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(hermes, load={"n_ctx": 4096}) as (client, service):
         written(service.model, call_of("patch", {"input": 'b"x7'}))
         reply = await client.post(url, json=body)
         assert HEADER not in reply.headers
@@ -225,16 +219,14 @@ def test_the_regular_expression_of_a_custom_tool_is_enforced(hermes: Path, url: 
         name = "tools.format.syntax" if "input" in body else "tools.custom.format.grammar.syntax"
         assert (await client.post(url, json=lark)).headers[HEADER] == name
 
-    run(hermes, work, load={"n_ctx": 4096})
 
-
-def test_calls_of_a_chat(hermes: Path):
+async def test_calls_of_a_chat(hermes: Path):
     custom = {name: value for name, value in CUSTOM.items() if name != "type"}
     tools = [{"type": "custom", "custom": custom}, WEATHER]
     body = {"messages": MESSAGES, "tools": tools, "max_tokens": 500, "temperature": 0}
     call = {"type": "custom", "custom": {"name": "patch", "input": PATCH}}
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(hermes, load={"n_ctx": 4096}) as (client, service):
         text = call_of("patch", {"input": PATCH}) + call_of("get_weather", {"city": "Rome"})[11:]
         written(service.model, text)
         reply = await client.post("/v1/chat/completions", json=body)
@@ -255,8 +247,6 @@ def test_calls_of_a_chat(hermes: Path):
         assert {one["index"] for one in pieces[len(texts) :]} == {1}
         assert ("".join(texts), len(texts) > 3) == (PATCH, True)
         assert reply.json()["choices"][0]["finish_reason"] == "tool_calls"
-
-    run(hermes, work, load={"n_ctx": 4096})
 
 
 @pytest.mark.parametrize("end", ["next", "finished"])
@@ -303,10 +293,10 @@ def test_a_custom_call_has_the_same_text_whole_and_in_pieces(arguments: str, tex
     assert "".join(one.text for one in [*deltas, *rest]) == custom_input(arguments) == text
 
 
-def test_logprobs_of_reasoning_and_calls_are_in_a_stream(hermes: Path):
+async def test_logprobs_of_reasoning_and_calls_are_in_a_stream(hermes: Path):
     body = {"messages": MESSAGES, "tools": [WEATHER], "max_tokens": 300, "logprobs": True, "temperature": 0}
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(hermes, load={"n_ctx": 4096}) as (client, service):
         written(service.model, call_of("get_weather", {"city": "Rome"}))
         reply = await client.post("/v1/chat/completions", json=body)
         stream = await client.post("/v1/chat/completions", json=body | {"stream": True})
@@ -317,8 +307,6 @@ def test_logprobs_of_reasoning_and_calls_are_in_a_stream(hermes: Path):
         assert "".join(one["token"] for one in whole) == call_of("get_weather", {"city": "Rome"})
         called = [chunk for chunk in chunks if "tool_calls" in chunk["delta"]]
         assert any(chunk["logprobs"] for chunk in called)
-
-    run(hermes, work, load={"n_ctx": 4096})
 
 
 def test_items_of_earlier_turns():
@@ -419,20 +407,20 @@ HOSTED = {
 
 
 @pytest.mark.parametrize("url", HOSTED)
-def test_tools_that_a_provider_runs_are_left_out(path: Path, url: str, caplog: pytest.LogCaptureFixture):
+async def test_tools_that_a_provider_runs_are_left_out(
+    path: Path, url: str, caplog: pytest.LogCaptureFixture
+):
     tools = [{"type": kind} for kind in HOSTED[url]]
     body: Json = {"model": "tiny", "max_tokens": 3, "temperature": 0, "tools": tools}
     body |= {"input": "hello"} if url == "/v1/responses" else {"messages": MESSAGES}
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(path) as (client, _):
         plain = await client.post(url, json={name: value for name, value in body.items() if name != "tools"})
         reply = await client.post(url, json=body)
         assert reply.status_code == 200, reply.text
         usage = [one.json()["usage"].get("prompt_tokens") for one in (reply, plain)]
         assert usage[0] == usage[1]
         assert all(f"tools.{kind}" in reply.headers[HEADER] for kind in HOSTED[url])
-
-    run(path, work)
     assert "a provider runs such tools" in caplog.text or "needs a model that sees" in caplog.text
 
 

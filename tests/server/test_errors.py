@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -47,32 +46,29 @@ def test_a_known_file_may_have_spaces_in_its_folder():
     assert without_folders("/a b/c d.gguf is damaged", Path("/a b/c d.gguf")) == "c d.gguf is damaged"
 
 
-def test_messages_about_damaged_adapters_and_truncated_models_do_not_name_a_folder(tmp_path: Path):
+async def test_messages_about_damaged_adapters_and_truncated_models_do_not_name_a_folder(tmp_path: Path):
     folder = tmp_path / "my models"
     folder.mkdir()
     path = write_model(folder / "tiny.gguf")
     (folder / "bad.gguf").write_bytes(b"GGUF" + bytes(40))
 
-    async def work() -> None:
-        async with client_of(path, lora_dir=str(folder)) as (client, _):
-            reply = await client.post("/v1/load_lora_adapter", json={"lora_path": "bad.gguf"})
-            assert reply.status_code == 400
-            assert "bad.gguf" in reply.text
-            assert str(tmp_path) not in reply.text
-            assert "my models" not in reply.text
-            path.write_bytes(path.read_bytes()[:64])
-            for route, body in (
-                ("/v1/chat/completions", {"messages": MESSAGES, "seed": 1}),
-                ("/v1/responses", {"input": "hello", "temperature": 0}),
-                ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4, "temperature": 0}),
-                ("/api/chat", {"messages": MESSAGES, "options": {"seed": 1}}),
-            ):
-                for stream in (False, True):
-                    reply = await client.post(route, json={"model": "tiny", **body, "stream": stream})
-                    assert "tiny.gguf was cut short" in reply.text, reply.text
-                    assert str(tmp_path) not in reply.text
-
-    asyncio.run(work())
+    async with client_of(path, lora_dir=str(folder)) as (client, _):
+        reply = await client.post("/v1/load_lora_adapter", json={"lora_path": "bad.gguf"})
+        assert reply.status_code == 400
+        assert "bad.gguf" in reply.text
+        assert str(tmp_path) not in reply.text
+        assert "my models" not in reply.text
+        path.write_bytes(path.read_bytes()[:64])
+        for route, body in (
+            ("/v1/chat/completions", {"messages": MESSAGES, "seed": 1}),
+            ("/v1/responses", {"input": "hello", "temperature": 0}),
+            ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4, "temperature": 0}),
+            ("/api/chat", {"messages": MESSAGES, "options": {"seed": 1}}),
+        ):
+            for stream in (False, True):
+                reply = await client.post(route, json={"model": "tiny", **body, "stream": stream})
+                assert "tiny.gguf was cut short" in reply.text, reply.text
+                assert str(tmp_path) not in reply.text
 
 
 @pytest.mark.parametrize(

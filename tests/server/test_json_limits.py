@@ -15,7 +15,7 @@ import httpx
 import pytest
 from cases import quick_are
 from pydantic import ValidationError
-from tiny_server import MESSAGES, run
+from tiny_server import MESSAGES, client_of
 
 from hotset.server import body, json_limits, replies, tokens
 from hotset.server.anthropic import MessagesBody
@@ -31,7 +31,6 @@ from hotset.server.openai.responses import ResponsesBody
 from hotset.server.preparation import LONG_BYTES
 from hotset.server.replies import JsonReply, dumped
 from hotset.server.rows import MAX_IGNORED, MAX_NAME, Body, ignored_fields
-from hotset.server.service import Service
 from hotset.server.tokens import DetokenizeBody, TokenizeBody
 from hotset.server.tool_fields import MAX_TOOLS
 
@@ -57,7 +56,7 @@ def counted(given: bytes) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize("chunk", quick_are((2, 1000), [1, 2, 3, 7, 1000]))
 def test_parts_are_counted_like_a_whole_body(chunk: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(json_limits, "_CHUNK", chunk)
+    monkeypatch.setattr(json_limits, "CHUNK", chunk)
     draw = random.Random(chunk)
     pieces = [b"[", b"]", b"{", b"}", b",", b'""', b'"\\""', b'"a\\\\"', b'"\\\\\\"[,"', b'"[{"', b"1"]
     for _ in range(200 if chunk < 4 else 2000):  # counting in small parts is slow
@@ -113,7 +112,7 @@ def test_numbers_that_are_slow_to_parse_are_counted():
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-16", "utf-32"])
-def test_a_body_must_be_utf_8(path: Path, encoding: str) -> None:
+async def test_a_body_must_be_utf_8(encoding: str, client: httpx.AsyncClient) -> None:
     """Refuse other encodings, in which a string may hide the bytes after it from a counter of bytes."""
     many = '{"prompt": "a", "user": "\\"", "metadata": {"a": [' + "[]," * (2 * MAX_ITEMS) + "1]}}"
     json.loads(many)
@@ -121,12 +120,9 @@ def test_a_body_must_be_utf_8(path: Path, encoding: str) -> None:
         loads(many.encode(encoding))
     assert loads('\ufeff{"a": "\u00e9"}'.encode()) == {"a": "\u00e9"}
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        for given in (many, '{"prompt": "a", "max_tokens": 1}'):
-            reply = await client.post("/v1/completions", content=given.encode(encoding))
-            assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json")
-
-    run(path, work)
+    for given in (many, '{"prompt": "a", "max_tokens": 1}'):
+        reply = await client.post("/v1/completions", content=given.encode(encoding))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json")
 
 
 WRONG: list[tuple[type[Body], Callable[[int], dict[str, Any]]]] = [
@@ -199,7 +195,7 @@ def test_tools_are_bounded(kind: type[Body], given: dict[str, Any], tool: dict[s
     assert (error.value.error_count(), error.value.errors()[0]["type"]) == (1, "too_long")
 
 
-def test_a_long_body_is_parsed_and_tokenized_outside_the_event_loop(
+async def test_a_long_body_is_parsed_and_tokenized_outside_the_event_loop(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     seen: list[tuple[str, str]] = []
@@ -217,7 +213,7 @@ def test_a_long_body_is_parsed_and_tokenized_outside_the_event_loop(
     noted(CompletionBody, "request")
     noted(tokens, "JsonReply")
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(path) as (client, service):
         noted(service.model.tokenizer, "encode")
         short, long = (
             {"prompt": "hi", "max_tokens": 1, "seed": 1},
@@ -245,28 +241,23 @@ def test_a_long_body_is_parsed_and_tokenized_outside_the_event_loop(
             assert reply.status_code in (200, 400), reply.text
         assert all(thread.startswith("hotset") for name, thread in seen if name == "encode"), seen
 
-    run(path, work)
+
+async def test_a_long_body_gets_the_same_errors_as_a_short_one(client: httpx.AsyncClient):
+    padding = " " * LONG_BYTES
+    for given in (
+        '{"prompt": 3}', '{"prompt": "x", "echo": 3}', "{}", "[]", "3", '{"prompt": ',
+        '{"prompt": "x",}', '{"prompt": "x", "n": 99}', '{"prompt": ["x", 1]}',
+    ):  # fmt: skip
+        short = await client.post("/v1/completions", content=given)
+        long = await client.post("/v1/completions", content=given + padding)
+        assert (short.status_code, short.json()) == (long.status_code, long.json())
+        assert short.status_code == 400
+    too_long = await client.post("/tokenize", json={"content": "x" * (tokens.MAX_CHARS + 1)})
+    assert too_long.status_code == 413
+    assert str(tokens.MAX_CHARS) in too_long.json()["error"]["message"]
 
 
-def test_a_long_body_gets_the_same_errors_as_a_short_one(path: Path):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        padding = " " * LONG_BYTES
-        for given in (
-            '{"prompt": 3}', '{"prompt": "x", "echo": 3}', "{}", "[]", "3", '{"prompt": ',
-            '{"prompt": "x",}', '{"prompt": "x", "n": 99}', '{"prompt": ["x", 1]}',
-        ):  # fmt: skip
-            short = await client.post("/v1/completions", content=given)
-            long = await client.post("/v1/completions", content=given + padding)
-            assert (short.status_code, short.json()) == (long.status_code, long.json())
-            assert short.status_code == 400
-        too_long = await client.post("/tokenize", json={"content": "x" * (tokens.MAX_CHARS + 1)})
-        assert too_long.status_code == 413
-        assert str(tokens.MAX_CHARS) in too_long.json()["error"]["message"]
-
-    run(path, work)
-
-
-def test_a_full_queue_refuses_bodies(path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_full_queue_refuses_bodies(path: Path, monkeypatch: pytest.MonkeyPatch):
     """Let as many long bodies wait as answers may; the next is refused."""
     release = threading.Event()
     parse = body.BodyRequest._checked
@@ -278,7 +269,7 @@ def test_a_full_queue_refuses_bodies(path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(BodyRequest, "_checked", slow)
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(path, max_queue=1) as (client, service):
         content = json.dumps({"prompt": "hi", "n": 99}) + " " * LONG_BYTES
         asked = [asyncio.create_task(client.post("/v1/completions", content=content)) for _ in range(6)]
         while service.preparation.bodies().n_waiting < 5:  # 4 run at once, 1 waits
@@ -289,8 +280,6 @@ def test_a_full_queue_refuses_bodies(path: Path, monkeypatch: pytest.MonkeyPatch
         assert (await client.get("/health")).status_code == 200
         release.set()
         assert {reply.status_code for reply in await asyncio.gather(*asked)} == {400}
-
-    run(path, work, max_queue=1)
 
 
 def test_a_long_text_is_written_in_parts(monkeypatch: pytest.MonkeyPatch):

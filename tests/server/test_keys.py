@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from tiny_server import MESSAGES, client_to, run, write_model
+from tiny_server import MESSAGES, client_of, client_to, write_model
 
 import hotset
 from hotset.server.catalogue import Catalogue
 from hotset.server.key_limits import Bucket, Holder
 from hotset.server.keys import NamedKey, read_keys
 from hotset.server.models import Models
-from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
 from hotset.settings import LoadSettings
 
@@ -54,7 +51,7 @@ def test_a_bucket_refills_within_a_minute() -> None:
     assert bucket.wait(61) == 1, "a longer rest saves nothing up"
 
 
-def test_keys_of_a_file(path: Path, tmp_path: Path) -> None:
+async def test_keys_of_a_file(path: Path, tmp_path: Path) -> None:
     sha = hashlib.sha256(b"hashed").hexdigest()
     named = keys_of(
         tmp_path,
@@ -63,7 +60,8 @@ def test_keys_of_a_file(path: Path, tmp_path: Path) -> None:
     )
     log = tmp_path / "log"
 
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+    async with client_of(path, api_keys=("plain",), named_keys=named, request_log=str(log)) as (client, _):
+
         async def status(key: str, where: str = "/v1/completions") -> int:
             if where == "/v1/completions":
                 return (await client.post(where, json=BODY, headers=of(key))).status_code
@@ -90,14 +88,12 @@ def test_keys_of_a_file(path: Path, tmp_path: Path) -> None:
         unnamed = await client.get("/props", headers=of("other"))
         assert unnamed.status_code == 400
         assert "tiny" not in unnamed.text
-
-    run(path, work, api_keys=("plain",), named_keys=named, request_log=str(log))
     clients = [json.loads(line)["client"] for line in log.read_text().splitlines()]
     assert clients.count("alice") == 2, "refused ones have no name: they were not let in"
     assert {"key 0", "bob", "carol"} <= set(clients)
 
 
-def test_keys_of_several_models(path: Path, tmp_path: Path) -> None:
+async def test_keys_of_several_models(path: Path, tmp_path: Path) -> None:
     """A key cannot cause the load of a model that it may not use, nor manage without permission."""
     write_model(tmp_path / "other.gguf", n_layer=1)
     named = keys_of(tmp_path, "[alice]\nkey = 'a'\nmodels = ['Other']\nmanages = false\n[root]\nkey = 'r'\n")
@@ -105,45 +101,40 @@ def test_keys_of_several_models(path: Path, tmp_path: Path) -> None:
     catalogue.scan()
     load = LoadSettings(device="cpu", n_threads=1, n_ctx=256)
 
-    async def work() -> None:
-        models = Models(catalogue, ServerSettings(named_keys=named), load=load, budget=1 << 30)
-        async with client_to(models) as client:
-            refused = await client.post("/v1/completions", json=BODY, headers=of("a"))
-            unknown = await client.post("/v1/completions", json=BODY | {"model": "none"}, headers=of("a"))
-            assert refused.status_code == unknown.status_code == 404
-            assert refused.text.replace("'tiny'", "'none'") == unknown.text, (
-                "which of them exists stays secret"
-            )
-            assert models.states() == {}
-            allowed = BODY | {"model": "other"}
-            assert (await client.post("/v1/completions", json=allowed, headers=of("a"))).status_code == 200
-            for key, status in (("a", 403), ("r", 200)):
-                reply = await client.post("/models/unload", json={"model": "other"}, headers=of(key))
-                assert reply.status_code == status
-            listed = (await client.get("/api/tags", headers=of("a"))).json()["models"]
-            assert [one["name"] for one in listed] == ["other"]
-            assert (await client.post("/v1/completions", json=BODY, headers=of("r"))).status_code == 200
-            text = {"content": "hello"}  # no model is named; this key may not use the last used one
-            (slot,) = [slot for slot in models._slots.values() if slot.name == "tiny"]
-            used = slot.used
-            assert (await client.post("/tokenize", json=text, headers=of("a"))).status_code == 200
-            assert slot.used == used
-            over = {"model": "other", "keep_alive": 0}
-            done = (await client.post("/api/generate", json=over, headers=of("a"))).json()
-            assert done["done_reason"] == "load", "this key may not unload"
-            over = {"model": "tiny", "keep_alive": 0}
-            assert (await client.post("/api/generate", json=over, headers=of("a"))).status_code == 404
-            assert slot.state == "loaded"
-            assert (await client.post("/v1/completions", json=allowed, headers=of("a"))).status_code == 200
-            for key, seen in (("a", {"other"}), ("r", {"tiny", "other"})):
-                text = (await client.get("/metrics", headers=of(key))).text
-                assert set(re.findall(r'model="(.*?)"', text)) == seen
-                assert "hotset_ready 1.0" in text
-
-    asyncio.run(work())
+    models = Models(catalogue, ServerSettings(named_keys=named), load=load, budget=1 << 30)
+    async with client_to(models) as client:
+        refused = await client.post("/v1/completions", json=BODY, headers=of("a"))
+        unknown = await client.post("/v1/completions", json=BODY | {"model": "none"}, headers=of("a"))
+        assert refused.status_code == unknown.status_code == 404
+        assert refused.text.replace("'tiny'", "'none'") == unknown.text, "which of them exists stays secret"
+        assert models.states() == {}
+        allowed = BODY | {"model": "other"}
+        assert (await client.post("/v1/completions", json=allowed, headers=of("a"))).status_code == 200
+        for key, status in (("a", 403), ("r", 200)):
+            reply = await client.post("/models/unload", json={"model": "other"}, headers=of(key))
+            assert reply.status_code == status
+        listed = (await client.get("/api/tags", headers=of("a"))).json()["models"]
+        assert [one["name"] for one in listed] == ["other"]
+        assert (await client.post("/v1/completions", json=BODY, headers=of("r"))).status_code == 200
+        text = {"content": "hello"}  # no model is named; this key may not use the last used one
+        (slot,) = [slot for slot in models.slots.values() if slot.name == "tiny"]
+        used = slot.used
+        assert (await client.post("/tokenize", json=text, headers=of("a"))).status_code == 200
+        assert slot.used == used
+        over = {"model": "other", "keep_alive": 0}
+        done = (await client.post("/api/generate", json=over, headers=of("a"))).json()
+        assert done["done_reason"] == "load", "this key may not unload"
+        over = {"model": "tiny", "keep_alive": 0}
+        assert (await client.post("/api/generate", json=over, headers=of("a"))).status_code == 404
+        assert slot.state == "loaded"
+        assert (await client.post("/v1/completions", json=allowed, headers=of("a"))).status_code == 200
+        for key, seen in (("a", {"other"}), ("r", {"tiny", "other"})):
+            text = (await client.get("/metrics", headers=of(key))).text
+            assert set(re.findall(r'model="(.*?)"', text)) == seen
+            assert "hotset_ready 1.0" in text
 
 
-def test_a_key_for_some_models_cannot_manage_others(
+async def test_a_key_for_some_models_cannot_manage_others(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
@@ -151,28 +142,25 @@ def test_a_key_for_some_models_cannot_manage_others(
     catalogue = Catalogue({"tiny": path, "own": path})
     catalogue.scan()
 
-    async def work() -> None:
-        models = Models(catalogue, ServerSettings(named_keys=named), budget=1 << 30)
-        async with client_to(models) as client:
+    models = Models(catalogue, ServerSettings(named_keys=named), budget=1 << 30)
+    async with client_to(models) as client:
 
-            async def status(key: str, where: str, method: str = "POST", **body: Any) -> int:
-                return (await client.request(method, where, json=body, headers=of(key))).status_code
+        async def status(key: str, where: str, method: str = "POST", **body: Any) -> int:
+            return (await client.request(method, where, json=body, headers=of(key))).status_code
 
-            assert await status("r", "/api/copy", source="tiny", destination="alias") == 200
-            assert await status("r", "/api/create", model="made", **{"from": "tiny", "system": "x"}) == 200
-            for name in ("tiny", "alias", "made"):
-                assert await status("a", "/models/load", model=name) == 404
-                assert await status("a", "/models/unload", model=name) == 404
-                assert await status("a", "/api/copy", source=name, destination="mine") == 404
-                assert await status("a", "/api/delete", "DELETE", model=name) == 404
-            assert await status("a", "/api/copy", source="own", destination="alias") == 404
-            assert await status("a", "/api/create", model="made", **{"from": "own", "system": "x"}) == 404
-            assert models.states() == {}
-            assert catalogue.aliases == {"alias": "tiny"}
-            assert await status("a", "/api/copy", source="own", destination="mine") == 200
-            assert await status("a", "/api/delete", "DELETE", model="mine") == 200
-
-    asyncio.run(work())
+        assert await status("r", "/api/copy", source="tiny", destination="alias") == 200
+        assert await status("r", "/api/create", model="made", **{"from": "tiny", "system": "x"}) == 200
+        for name in ("tiny", "alias", "made"):
+            assert await status("a", "/models/load", model=name) == 404
+            assert await status("a", "/models/unload", model=name) == 404
+            assert await status("a", "/api/copy", source=name, destination="mine") == 404
+            assert await status("a", "/api/delete", "DELETE", model=name) == 404
+        assert await status("a", "/api/copy", source="own", destination="alias") == 404
+        assert await status("a", "/api/create", model="made", **{"from": "own", "system": "x"}) == 404
+        assert models.states() == {}
+        assert catalogue.aliases == {"alias": "tiny"}
+        assert await status("a", "/api/copy", source="own", destination="mine") == 200
+        assert await status("a", "/api/delete", "DELETE", model="mine") == 200
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import socket
@@ -13,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tiny_server import MESSAGES, Serving, run
+from tiny_server import MESSAGES, Serving, client_of
 
 from hotset.server import modalities
 from hotset.server.app import create_app
@@ -39,25 +38,20 @@ def message(reply: httpx.Response) -> str:
 
 
 @pytest.mark.parametrize("where", modalities.ROUTES)
-def test_routes_name_the_model(path: Path, where: str) -> None:
+async def test_routes_name_the_model(where: str, client: httpx.AsyncClient) -> None:
     file = {"file": ("a.wav", NESTED)}
 
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
-        for form in (FIELDS | file, file | FIELDS):  # the name before the sound, and after it
-            assert "with the model 'whisper-1' is not supported" in message(
-                await client.post(where, files=form)
-            )
-        body = {"input": "a", "model": "voice\n2", "nested": {"model": "other"}}
-        assert "the model 'voice\\n2'" in message(await client.post(where, json=body))
-        nameless: list[dict[str, Any]] = [
-            {"files": file}, {"json": {"input": "a"}}, {"json": ["model"]}, {"json": {"model": 3}},
-            {"content": b"{"}, {"content": NESTED}, {},
-        ]  # fmt: skip
-        for body in nameless:
-            assert "with the model 'tiny' is not supported" in message(await client.post(where, **body)), body
-        assert (await client.get(where)).status_code == 405
-
-    run(path, work)
+    for form in (FIELDS | file, file | FIELDS):  # the name before the sound, and after it
+        assert "with the model 'whisper-1' is not supported" in message(await client.post(where, files=form))
+    body = {"input": "a", "model": "voice\n2", "nested": {"model": "other"}}
+    assert "the model 'voice\\n2'" in message(await client.post(where, json=body))
+    nameless: list[dict[str, Any]] = [
+        {"files": file}, {"json": {"input": "a"}}, {"json": ["model"]}, {"json": {"model": 3}},
+        {"content": b"{"}, {"content": NESTED}, {},
+    ]  # fmt: skip
+    for body in nameless:
+        assert "with the model 'tiny' is not supported" in message(await client.post(where, **body)), body
+    assert (await client.get(where)).status_code == 405
 
 
 def test_a_large_form_is_read_and_not_stored(path: Path) -> None:
@@ -70,8 +64,10 @@ def test_a_large_form_is_read_and_not_stored(path: Path) -> None:
         assert serving.client.get("/health").status_code == 200
 
 
-def test_a_form_without_an_end_is_not_read_to_the_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modalities, "_MOST_BYTES", 1 << 20)
+async def test_a_form_without_an_end_is_not_read_to_the_end(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modalities, "MOST_BYTES", 1 << 20)
     sent = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -80,11 +76,9 @@ def test_a_form_without_an_end_is_not_read_to_the_end(path: Path, monkeypatch: p
             sent += 1 << 16
             yield bytes(1 << 16)
 
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+    async with client_of(path) as (client, _):
         form = {"content-type": "multipart/form-data; boundary=a"}
         assert "'tiny'" in message(await client.post(TRANSCRIBE, content=endless(), headers=form))
-
-    run(path, work)
     assert sent == (1 << 20) + (1 << 16)
     with Serving(path) as serving, socket.create_connection(("127.0.0.1", serving.port), 60) as connection:
         connection.sendall(
@@ -142,13 +136,14 @@ def test_a_hostile_form_is_parsed_quickly(form: str) -> None:
     assert time.process_time() - began < 1
 
 
-def test_keys_are_checked_first(path: Path) -> None:
+async def test_keys_are_checked_first(path: Path) -> None:
     named = (
         NamedKey(name="alice", sha256=digest("a").hex(), models=("tiny",)),
         NamedKey(name="bob", sha256=digest("b").hex(), models=("other",)),
     )
 
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+    async with client_of(path, named_keys=named) as (client, _):
+
         async def asked(key: str) -> httpx.Response:
             headers = {"x-api-key": key} if key else {}
             return await client.post("/v1/images/generations", json={}, headers=headers)
@@ -162,46 +157,35 @@ def test_keys_are_checked_first(path: Path) -> None:
             reply = await client.post("/v1/chat/completions", json=body, headers={"x-api-key": key})
             assert reply.status_code == status, reply.text
 
-    run(path, work, named_keys=named)
-
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
-def test_parts_of_messages_name_the_model(path: Path, kind: str) -> None:
+async def test_parts_of_messages_name_the_model(kind: str, client: httpx.AsyncClient) -> None:
     text = {"type": "text", "text": "a"}
     messages = [*MESSAGES, {"role": "user", "content": [text, {"type": kind, kind: {}}]}]
 
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
-        for where in ("/v1/chat/completions", "/tokenize"):
-            for named in ({"model": "tiny"}, {"model": "other:style"}, {"model": None}):
-                reply = await client.post(where, json={"messages": messages} | named)
-                assert message(reply) == (
-                    f"messages.1: a part of type {kind} cannot be read: the model 'tiny' reads and writes "
-                    "only text"
-                )
-                assert reply.json()["error"]["param"] == "messages.1"
-
-    run(path, work)
+    for where in ("/v1/chat/completions", "/tokenize"):
+        for named in ({"model": "tiny"}, {"model": "other:style"}, {"model": None}):
+            reply = await client.post(where, json={"messages": messages} | named)
+            assert message(reply) == (
+                f"messages.1: a part of type {kind} cannot be read: the model 'tiny' reads and writes "
+                "only text"
+            )
+            assert reply.json()["error"]["param"] == "messages.1"
 
 
-def test_requests_for_audio_answers_are_refused(path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
-        body = {"messages": MESSAGES, "modalities": ["text", "audio"], "audio": {"voice": "alloy"}}
-        reply = await client.post("/v1/chat/completions", json=body)
-        assert message(reply).startswith("modalities.1: audio cannot be written: the model 'tiny'")
-
-    run(path, work)
+async def test_requests_for_audio_answers_are_refused(client: httpx.AsyncClient) -> None:
+    body = {"messages": MESSAGES, "modalities": ["text", "audio"], "audio": {"voice": "alloy"}}
+    reply = await client.post("/v1/chat/completions", json=body)
+    assert message(reply).startswith("modalities.1: audio cannot be written: the model 'tiny'")
 
 
-def test_refusals_do_not_wait_for_a_model_that_loads() -> None:
+async def test_refusals_do_not_wait_for_a_model_that_loads() -> None:
     def load() -> Any:
         raise AssertionError("it was not requested")
 
     app = create_app(Service(load, name="tiny"))
 
-    async def work() -> None:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            assert "'tts-1'" in message(await client.post("/v1/audio/speech", json={"model": "tts-1"}))
-            assert (await client.post("/v1/audio/speech", json={})).status_code == 503
-
-    asyncio.run(work())
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        assert "'tts-1'" in message(await client.post("/v1/audio/speech", json={"model": "tts-1"}))
+        assert (await client.post("/v1/audio/speech", json={})).status_code == 503

@@ -12,12 +12,11 @@ from typing import Any
 import httpx
 import pytest
 from starlette.types import Message
-from tiny_server import MESSAGES, events_of, run
+from tiny_server import MESSAGES, client_of, events_of
 
 from hotset.server import replies, streams
 from hotset.server.answers import MOST_LOGPROBS
 from hotset.server.replies import MANY_VALUES, JsonReply, dumped, event, event_beside, n_values
-from hotset.server.service import Service
 
 
 def drawn(draw: random.Random, depth: int) -> Any:
@@ -68,7 +67,9 @@ def test_no_piece_of_a_reply_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MANY_VALUES / 2 < largest <= MANY_VALUES + 2  # the list itself counts too
 
 
-def test_long_replies_are_written_outside_the_event_loop(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_replies_are_written_outside_the_event_loop(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[str] = []
 
     class Noted(JsonReply):
@@ -79,7 +80,7 @@ def test_long_replies_are_written_outside_the_event_loop(path: Path, monkeypatch
     monkeypatch.setattr(streams, "JsonReply", Noted)
     answer = {"max_tokens": 64, "seed": 1, "ignore_eos": True}
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(path) as (client, _):
         for url, few, many in (
             ("/v1/completions", {"prompt": "a", **answer}, {"logprobs": 20}),
             (
@@ -100,26 +101,21 @@ def test_long_replies_are_written_outside_the_event_loop(path: Path, monkeypatch
                 assert reply.status_code == 200, reply.text
                 assert made == [thread]
 
-    run(path, work)
 
-
-def test_logprobs_of_a_stream_arrive_in_pieces(path: Path) -> None:
+async def test_logprobs_of_a_stream_arrive_in_pieces(client: httpx.AsyncClient) -> None:
     """This includes the prompt's. Together they equal the whole reply's."""
     body = {
         "prompt": "a" * 150, "echo": True, "logprobs": 2, "max_tokens": 100, "seed": 1, "ignore_eos": True,
     }  # fmt: skip
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]
-        events, _ = events_of((await client.post("/v1/completions", json={**body, "stream": True})).text)
-        pieces = [event["choices"][0] for event in events]
-        for name, found in whole["logprobs"].items():
-            parts = [piece["logprobs"][name] for piece in pieces]
-            assert [one for part in parts for one in part] == found
-            assert max(map(len, parts)) < 2 * MOST_LOGPROBS  # some tokens are a part of a character
-        assert "".join(piece["text"] for piece in pieces) == whole["text"]
-
-    run(path, work)
+    whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+    events, _ = events_of((await client.post("/v1/completions", json={**body, "stream": True})).text)
+    pieces = [event["choices"][0] for event in events]
+    for name, found in whole["logprobs"].items():
+        parts = [piece["logprobs"][name] for piece in pieces]
+        assert [one for part in parts for one in part] == found
+        assert max(map(len, parts)) < 2 * MOST_LOGPROBS  # some tokens are a part of a character
+    assert "".join(piece["text"] for piece in pieces) == whole["text"]
 
 
 def test_a_long_event_is_written_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +134,8 @@ def test_a_long_event_is_written_outside_the_event_loop(monkeypatch: pytest.Monk
     assert json.loads(written.partition(b"data: ")[2]) == {"a": list(range(MANY_VALUES))}
 
 
-def test_a_long_reply_is_sent_no_faster_than_the_client_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "_SENT_BYTES", 100)
+async def test_a_long_reply_is_sent_no_faster_than_the_client_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "SENT_BYTES", 100)
     reply = JsonReply({"tokens": list(range(1000))})
     reading = asyncio.Event()
     sent: list[Message] = []
@@ -152,18 +148,15 @@ def test_a_long_reply_is_sent_no_faster_than_the_client_reads(monkeypatch: pytes
     async def receive() -> Message:
         raise AssertionError
 
-    async def work() -> None:
-        task = asyncio.create_task(reply({"type": "http"}, receive, send))
-        while len(sent) < 4:
-            await asyncio.sleep(0)
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert len(sent) == 4
-        reading.set()
-        await task
-        parts = [message["body"] for message in sent[1:]]
-        assert b"".join(parts) == reply.body
-        assert max(map(len, parts)) == 100
-        assert [message["more_body"] for message in sent[1:]] == [True] * (len(parts) - 1) + [False]
-
-    asyncio.run(work())
+    task = asyncio.create_task(reply({"type": "http"}, receive, send))
+    while len(sent) < 4:
+        await asyncio.sleep(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(sent) == 4
+    reading.set()
+    await task
+    parts = [message["body"] for message in sent[1:]]
+    assert b"".join(parts) == reply.body
+    assert max(map(len, parts)) == 100
+    assert [message["more_body"] for message in sent[1:]] == [True] * (len(parts) - 1) + [False]

@@ -11,27 +11,24 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from full_disk import room_for
-from tiny_server import MESSAGES, Serving, client_of, run
+from tiny_server import MESSAGES, Serving, client_of
 from waiting import until
 
 import hotset
 from hotset.server import request_log
-from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
 
 
-def logged(path: Path, log: Path, work: Any, **settings: Any) -> list[str]:
-    run(path, work, request_log=str(log), **settings)
+def lines_of(log: Path) -> list[str]:
     return log.read_text("utf-8").splitlines()
 
 
-def test_a_line_has_the_costs_of_a_request(path: Path, tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_a_line_has_the_costs_of_a_request(path: Path, tmp_path: Path) -> None:
+    async with client_of(path, request_log=str(tmp_path / "log"), api_keys=()) as (client, _):
         body = {"prompt": "secret words", "n": 2} | GREEDY
         reply = await client.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
         assert reply.headers["x-request-id"] == "mine-1"
@@ -41,8 +38,7 @@ def test_a_line_has_the_costs_of_a_request(path: Path, tmp_path: Path) -> None:
         await client.post("/v1/completions", json={"prompt": "secret words", "temperature": -1})
         await client.get("/health")
         await client.get("/none%0a%1b[31m" + "x" * 2000)
-
-    lines = logged(path, tmp_path / "log", work, api_keys=())
+    lines = lines_of(tmp_path / "log")
     assert "secret" not in "".join(lines)
     first, stream, vectors, refused, health, none = (json.loads(line) for line in lines)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first["time"])
@@ -61,12 +57,12 @@ def test_a_line_has_the_costs_of_a_request(path: Path, tmp_path: Path) -> None:
     assert len(none["path"]) < 400
 
 
-def test_lines_of_text_and_of_refusals(path: Path, tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_lines_of_text_and_of_refusals(path: Path, tmp_path: Path) -> None:
+    how = {"request_log": str(tmp_path / "log"), "log_form": "text"}
+    async with client_of(path, api_keys=("k",), **how) as (client, _):
         await client.get("/v1/models")
         await client.get("/v1/models", headers={"x-api-key": "k"})
-
-    lines = logged(path, tmp_path / "log", work, api_keys=("k",), log_form="text")
+    lines = lines_of(tmp_path / "log")
     assert len(lines) == 2
     assert re.match(
         r"time=\S+ id=\S+ client=127.0.0.1 method=GET path=/v1/models status=401 seconds=", lines[0]
@@ -76,59 +72,51 @@ def test_lines_of_text_and_of_refusals(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="modes are POSIX's")
-def test_a_new_log_is_readable_only_by_its_user(path: Path, tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_a_new_log_is_readable_only_by_its_user(path: Path, tmp_path: Path) -> None:
+    async with client_of(path, request_log=str(tmp_path / "log")) as (client, _):
         await client.get("/health")
-
-    logged(path, tmp_path / "log", work)
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
 
 
-def test_lines_are_appended(path: Path, tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
-        await client.get("/health")
-
+async def test_lines_are_appended(path: Path, tmp_path: Path) -> None:
     (tmp_path / "log").write_text("before\n")
-    assert len(logged(path, tmp_path / "log", work)) == 2
-    assert len(logged(path, tmp_path / "log", work)) == 3
+    for n in (2, 3):
+        async with client_of(path, request_log=str(tmp_path / "log")) as (client, _):
+            await client.get("/health")
+        assert len(lines_of(tmp_path / "log")) == n
 
 
-def test_a_cancelled_request_has_a_line(path: Path, tmp_path: Path) -> None:
+async def test_a_cancelled_request_has_a_line(path: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
 
-    async def work() -> None:
-        async with client_of(path, request_log=str(log)) as (client, service):
-            body = {
-                "prompt": "hello",
-                "model": "tiny",
-                "max_tokens": 200,
-                "ignore_eos": True,
-                "temperature": 0,
-            }
-            asking = asyncio.create_task(client.post("/v1/completions", json=body))
-            async with asyncio.timeout(60):
-                while not service.n_open:
-                    await asyncio.sleep(0)
-            (answer,) = service._answers
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            answer.fail(RuntimeError("what its cancelled sequences tell, before the line or behind it"))
-            assert answer.reasons == ["cancelled"]
-
-    asyncio.run(work())
+    async with client_of(path, request_log=str(log)) as (client, service):
+        body = {
+            "prompt": "hello",
+            "model": "tiny",
+            "max_tokens": 200,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        asking = asyncio.create_task(client.post("/v1/completions", json=body))
+        async with asyncio.timeout(60):
+            while not service.n_open:
+                await asyncio.sleep(0)
+        (answer,) = service._answers
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        answer.fail(RuntimeError("what its cancelled sequences tell, before the line or behind it"))
+        assert answer.reasons == ["cancelled"]
     (line,) = log.read_text().splitlines()
     assert json.loads(line)["status"] == 499
     assert json.loads(line)["reasons"] == ["cancelled"]
 
 
-def test_the_short_form_equals_uvicorns(path: Path, tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_the_short_form_equals_uvicorns(path: Path, tmp_path: Path) -> None:
+    async with client_of(path, request_log=str(tmp_path / "log"), log_form="short") as (client, _):
         await client.get("/health")
         await client.get("/page/main.js")
         await client.get("/none")
         await client.post("/v1/completions", json={"model": "tiny", "prompt": "hello"} | GREEDY)
-
-    run(path, work, request_log=str(tmp_path / "log"), log_form="short")
     health, none, answer = (tmp_path / "log").read_text().splitlines()
     assert health.endswith('- "GET /health HTTP/1.1" 200 OK')
     assert none.endswith('- "GET /none HTTP/1.1" 404 Not Found')
@@ -186,13 +174,11 @@ def test_a_full_disk_loses_only_lines(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "6 lines of the request log were lost" in caplog.text
 
 
-def test_a_log_that_cannot_be_written_is_refused(path: Path, tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
-        pytest.fail("it began")
-
+async def test_a_log_that_cannot_be_written_is_refused(path: Path, tmp_path: Path) -> None:
     for bad in (tmp_path, tmp_path / "none" / "log"):
         with pytest.raises(hotset.InvalidRequestError):
-            run(path, work, request_log=str(bad))
+            async with client_of(path, request_log=str(bad)):
+                pytest.fail("it began")
     with pytest.raises(hotset.InvalidRequestError, match="json or text"):
         ServerSettings(log_form="xml")
 

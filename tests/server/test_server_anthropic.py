@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from anthropic import types
 from pydantic import TypeAdapter
-from tiny_server import run
 
 import hotset
 from hotset.errors import InvalidRequestError
@@ -281,30 +279,24 @@ def test_stop_reasons(finished: Finished, n_tokens: int, reason: str):
 # ---- over HTTP ----
 
 
-def test_count_tokens(path: Path, model: hotset.Model):
-    async def work(client: httpx.AsyncClient, _: Any) -> None:
-        body = {"model": "tiny", "messages": [HELLO], "system": "be brief"}
-        counted = (await client.post("/v1/messages/count_tokens", json=body)).json()
-        expected = model.encode_chat([{"role": "system", "content": "be brief"}, HELLO])
-        assert counted == {"input_tokens": len(expected)}
-        asked = body | {"max_tokens": 1, "temperature": 0}
-        usage = (await client.post("/v1/messages?beta=true", json=asked)).json()["usage"]
-        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted["input_tokens"]
-
-    run(path, work)
+async def test_count_tokens(model: hotset.Model, client: httpx.AsyncClient):
+    body = {"model": "tiny", "messages": [HELLO], "system": "be brief"}
+    counted = (await client.post("/v1/messages/count_tokens", json=body)).json()
+    expected = model.encode_chat([{"role": "system", "content": "be brief"}, HELLO])
+    assert counted == {"input_tokens": len(expected)}
+    asked = body | {"max_tokens": 1, "temperature": 0}
+    usage = (await client.post("/v1/messages?beta=true", json=asked)).json()["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted["input_tokens"]
 
 
-def test_errors_have_anthropics_types(path: Path):
-    async def work(client: httpx.AsyncClient, _: Any) -> None:
-        async def refused(message: str, status: int = 400, **fields: Any) -> str:
-            body = {key: value for key, value in (BODY | fields).items() if value != "absent"}
-            reply = await client.post("/v1/messages", json=body)
-            assert reply.status_code == status, reply.text
-            error = reply.json()["error"]
-            assert message in error["message"]
-            return str(error["type"])
+async def test_errors_have_anthropics_types(client: httpx.AsyncClient):
+    async def refused(message: str, status: int = 400, **fields: Any) -> str:
+        body = {key: value for key, value in (BODY | fields).items() if value != "absent"}
+        reply = await client.post("/v1/messages", json=body)
+        assert reply.status_code == status, reply.text
+        error = reply.json()["error"]
+        assert message in error["message"]
+        return str(error["type"])
 
-        assert await refused("messages is missing", messages="absent") == "invalid_request_error"
-        await refused("has no tools", tool_choice={"type": "tool", "name": "f"})
-
-    run(path, work)
+    assert await refused("messages is missing", messages="absent") == "invalid_request_error"
+    await refused("has no tools", tool_choice={"type": "tool", "name": "f"})

@@ -260,7 +260,7 @@ def test_shutdown_does_not_wait_for_bodies(path: Path) -> None:
 
 
 def test_shutdown_does_not_wait_for_readers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listen, "_LAST_SECONDS", 0)
+    monkeypatch.setattr(listen, "LAST_SECONDS", 0)
     with Serving(path, max_write_seconds=1e6, grace_seconds=1e6) as server, socket.socket() as connection:
         unread(server, connection)
         server.server.handle_exit(signal.SIGTERM, None)
@@ -313,7 +313,7 @@ def test_a_connection_whose_reply_is_not_read_is_closed(path: Path) -> None:
 
 def test_unread_replies_of_all_connections_have_a_limit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection with the most is closed first."""
-    monkeypatch.setattr(listen, "_CHECK_SECONDS", 1e6)
+    monkeypatch.setattr(listen, "CHECK_SECONDS", 1e6)
     with (
         Serving(path, max_write_seconds=1e6) as server,
         socket.socket() as connection,

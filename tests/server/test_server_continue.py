@@ -8,11 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from tiny_server import run, write_model
+from tiny_server import client_of, write_model
 from tool_models import CALL, HERMES, THINKS, WEATHER, written
 
 import hotset
-from hotset.server.service import Service
 
 QUESTION = {"role": "user", "content": "ok"}
 BEGUN = {"role": "assistant", "content": "Well, "}
@@ -30,16 +29,13 @@ async def posted(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> A
     return reply.json()
 
 
-def test_counting_tokens_includes_the_begun_answer(path: Path, model: hotset.Model):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        asked, prompt = {"messages": [QUESTION, BEGUN]}, ids_of(model, PROMPT)
-        assert (await posted(client, "/v1/messages/count_tokens", asked))["input_tokens"] == len(prompt)
-        assert (await posted(client, "/tokenize", asked))["tokens"] == prompt
-
-    run(path, work)
+async def test_counting_tokens_includes_the_begun_answer(model: hotset.Model, client: httpx.AsyncClient):
+    asked, prompt = {"messages": [QUESTION, BEGUN]}, ids_of(model, PROMPT)
+    assert (await posted(client, "/v1/messages/count_tokens", asked))["input_tokens"] == len(prompt)
+    assert (await posted(client, "/tokenize", asked))["tokens"] == prompt
 
 
-def test_switches_determine_how_an_answer_begins(path: Path, model: hotset.Model):
+async def test_switches_determine_how_an_answer_begins(model: hotset.Model, client: httpx.AsyncClient):
     messages = [QUESTION, BEGUN]
     new, closed = f"{PROMPT}\n<|im_start|>assistant:", f"{PROMPT}\n"
     cases: list[tuple[dict[str, Any], str]] = [
@@ -52,25 +48,22 @@ def test_switches_determine_how_an_answer_begins(path: Path, model: hotset.Model
         ({"add_generation_prompt": False, "continue_final_message": True}, PROMPT),
     ]
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        for switches, prompt in cases:
-            ids = ids_of(model, prompt)
-            assert model.encode_chat(messages, **switches) == ids, switches
-            body = {"messages": messages} | switches
-            assert (await posted(client, "/tokenize", body))["tokens"] == ids, switches
-            answer = await posted(client, "/v1/chat/completions", body | GREEDY)
-            expected = model.generate(ids, **GREEDY).text
-            assert answer["choices"][0]["message"]["content"] == expected, switches
-        for wrong, message in (
-            ({"add_generation_prompt": True, "continue_final_message": True}, "leave one of them out"),
-            ({"continue_final_message": True, "messages": [QUESTION]},
-             "needs a last message of the assistant"),
-        ):  # fmt: skip
-            reply = await client.post("/v1/chat/completions", json={"messages": messages} | wrong)
-            assert reply.status_code == 400
-            assert message in reply.json()["error"]["message"]
-
-    run(path, work)
+    for switches, prompt in cases:
+        ids = ids_of(model, prompt)
+        assert model.encode_chat(messages, **switches) == ids, switches
+        body = {"messages": messages} | switches
+        assert (await posted(client, "/tokenize", body))["tokens"] == ids, switches
+        answer = await posted(client, "/v1/chat/completions", body | GREEDY)
+        expected = model.generate(ids, **GREEDY).text
+        assert answer["choices"][0]["message"]["content"] == expected, switches
+    for wrong, message in (
+        ({"add_generation_prompt": True, "continue_final_message": True}, "leave one of them out"),
+        ({"continue_final_message": True, "messages": [QUESTION]},
+         "needs a last message of the assistant"),
+    ):  # fmt: skip
+        reply = await client.post("/v1/chat/completions", json={"messages": messages} | wrong)
+        assert reply.status_code == 400
+        assert message in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -81,31 +74,34 @@ def test_switches_determine_how_an_answer_begins(path: Path, model: hotset.Model
         ("<think>\nTwo.\n</think>\nIt", " is 4.", " is 4.", None),
     ],
 )
-def test_reasoning_without_an_end_is_continued(
+async def test_reasoning_without_an_end_is_continued(
     tmp_path: Path, begun: str, text: str, content: str, reasoning: str | None
 ):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+
+    keys = {"tokenizer.chat_template": THINKS, "llama.context_length": 512}
+    async with client_of(write_model(tmp_path / "tiny.gguf", **keys), load={"n_ctx": 512}) as (
+        client,
+        service,
+    ):
         written(service.model, text)
         messages = [QUESTION, {"role": "assistant", "content": begun}]
         body = {"messages": messages, "temperature": 0, "max_tokens": 60}
         message = (await posted(client, "/v1/chat/completions", body))["choices"][0]["message"]
         assert (message["content"], message.get("reasoning_content")) == (content, reasoning)
 
-    keys = {"tokenizer.chat_template": THINKS, "llama.context_length": 512}
-    run(write_model(tmp_path / "tiny.gguf", **keys), work, load={"n_ctx": 512})
 
-
-def test_a_continued_answer_may_call_a_function(tmp_path: Path):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_a_continued_answer_may_call_a_function(tmp_path: Path):
+    keys = {"tokenizer.chat_template": HERMES, "llama.context_length": 2048}
+    async with client_of(write_model(tmp_path / "tiny.gguf", **keys), load={"n_ctx": 2048}) as (
+        client,
+        service,
+    ):
         written(service.model, CALL)
         body = {"messages": [QUESTION, BEGUN], "tools": [WEATHER], "temperature": 0, "max_tokens": 120}
         choice = (await posted(client, "/v1/chat/completions", body))["choices"][0]
         assert choice["finish_reason"] == "tool_calls"
         arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
         assert json.loads(arguments) == {"city": "Rome", "days": 2}
-
-    keys = {"tokenizer.chat_template": HERMES, "llama.context_length": 2048}
-    run(write_model(tmp_path / "tiny.gguf", **keys), work, load={"n_ctx": 2048})
 
 
 def test_special_tokens_in_messages_are_plain_text(tmp_path: Path):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,10 @@ CREATE: dict[str, Any] = {
 ASKED = [{"role": "user", "content": "Why?"}]
 
 
-def run(home: Path, work: Callable[[httpx.AsyncClient], Awaitable[None]], **settings: Any) -> None:
-    async def whole() -> None:
-        catalogue = Catalogue({}, with_store=True)
-        catalogue.scan()
-        async with client_to(
-            Models(catalogue, ServerSettings(**settings), load=LOAD, budget=1 << 30)
-        ) as client:
-            await work(client)
-
-    asyncio.run(whole())
+def serving(**settings: Any) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+    catalogue = Catalogue({}, with_store=True)
+    catalogue.scan()
+    return client_to(Models(catalogue, ServerSettings(**settings), load=LOAD, budget=1 << 30))
 
 
 @pytest.fixture
@@ -50,8 +45,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_created_model_answers_like_its_messages(home: Path) -> None:
-    async def work(client: httpx.AsyncClient) -> None:
+async def test_a_created_model_answers_like_its_messages(home: Path) -> None:
+    async with serving() as client:
         assert (await client.post("/api/create", json=CREATE | {"stream": False})).json() == {
             "status": "success"
         }
@@ -88,11 +83,9 @@ def test_a_created_model_answers_like_its_messages(home: Path) -> None:
         assert props["default_generation_settings"]["n_ctx"] == 128
         assert props["default_generation_settings"]["params"]["temperature"] == 0
 
-    run(home, work)
 
-
-def test_created_models_are_shown_changed_and_deleted(home: Path) -> None:
-    async def work(client: httpx.AsyncClient) -> None:
+async def test_created_models_are_shown_changed_and_deleted(home: Path) -> None:
+    async with serving() as client:
         assert (await client.post("/api/create", json=CREATE)).text == '{"status":"success"}\n'
         for loaded in (False, True):
             if loaded:
@@ -120,8 +113,6 @@ def test_created_models_are_shown_changed_and_deleted(home: Path) -> None:
         assert created.read() == {}
         assert (store.models_folder() / "base.gguf").exists()
 
-    run(home, work)
-
 
 @pytest.mark.parametrize(
     ("body", "status", "message"),
@@ -141,17 +132,15 @@ def test_created_models_are_shown_changed_and_deleted(home: Path) -> None:
         ({"model": "x", "from": "base", "messages": [{"role": "robot", "content": ""}]}, 400, "role"),
     ],
 )
-def test_wrong_models_are_refused(home: Path, body: dict[str, Any], status: int, message: str) -> None:
-    async def work(client: httpx.AsyncClient) -> None:
+async def test_wrong_models_are_refused(home: Path, body: dict[str, Any], status: int, message: str) -> None:
+    async with serving() as client:
         reply = await client.post("/api/create", json=body)
         assert reply.status_code == status, reply.text
         assert message in reply.json()["error"]
         assert created.read() == {}
 
-    run(home, work)
 
-
-def test_text_and_parameters_are_stored_as_sent(home: Path) -> None:
+async def test_text_and_parameters_are_stored_as_sent(home: Path) -> None:
     body = {
         "model": "x",
         "from": "base",
@@ -159,7 +148,7 @@ def test_text_and_parameters_are_stored_as_sent(home: Path) -> None:
         "parameters": {"stop": ["\n\n", " "], "seed": []},
     }
 
-    async def work(client: httpx.AsyncClient) -> None:
+    async with serving() as client:
         reply = await client.post("/api/create", json=body)
         assert reply.status_code == 200, reply.text
         made = created.read()["x"]
@@ -170,10 +159,10 @@ def test_text_and_parameters_are_stored_as_sent(home: Path) -> None:
         )
         assert reply.status_code == 400, reply.text
 
-    run(home, work)
 
-
-def test_models_created_at_the_same_time_are_all_stored(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_models_created_at_the_same_time_are_all_stored(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = {module: module.read for module in (created, aliases)}
     for module, now in read.items():
 
@@ -184,60 +173,49 @@ def test_models_created_at_the_same_time_are_all_stored(home: Path, monkeypatch:
 
         monkeypatch.setattr(module, "read", slowly)
 
-    async def work(client: httpx.AsyncClient) -> None:
+    async with serving() as client:
         posts = [client.post("/api/create", json={"model": f"m{i}", "from": "base"}) for i in range(5)]
         posts += [client.post("/api/copy", json={"source": "base", "destination": f"a{i}"}) for i in range(5)]
         assert {reply.status_code for reply in await asyncio.gather(*posts)} == {200}
-
-    run(home, work)
     assert set(created.read()) == {f"m{i}" for i in range(5)}
     assert set(aliases.read()) == {f"a{i}" for i in range(5)}
 
 
-def test_a_key_creates_models_only_from_models_that_it_may_use(home: Path) -> None:
+async def test_a_key_creates_models_only_from_models_that_it_may_use(home: Path) -> None:
     (home / "models" / "other.gguf").write_bytes((home / "models" / "base.gguf").read_bytes())
     key = NamedKey(name="alice", sha256=hashlib.sha256(b"a").hexdigest(), models=("base", "mine"))
 
-    async def work(client: httpx.AsyncClient) -> None:
+    async with serving(named_keys=(key,)) as client:
         for base, status in (("other", 404), ("base", 200)):
             body = {"model": "mine", "from": base}
             reply = await client.post("/api/create", json=body, headers={"authorization": "Bearer a"})
             assert reply.status_code == status, reply.text
 
-    run(home, work, named_keys=(key,))
 
-
-def test_a_key_cannot_replace_an_alias_of_a_model_that_it_may_not_use(home: Path) -> None:
+async def test_a_key_cannot_replace_an_alias_of_a_model_that_it_may_not_use(home: Path) -> None:
     (home / "models" / "other.gguf").write_bytes((home / "models" / "base.gguf").read_bytes())
     aliases.add("theirs", "other")
     aliases.add("ours", "base")
     key = NamedKey(name="alice", sha256=hashlib.sha256(b"a").hexdigest(), models=("base",))
 
-    async def work(client: httpx.AsyncClient) -> None:
+    async with serving(named_keys=(key,)) as client:
         for name, status in (("Theirs", 404), ("ours", 200)):
             body = {"model": name, "from": "base"}
             reply = await client.post("/api/create", json=body, headers={"authorization": "Bearer a"})
             assert reply.status_code == status, reply.text
-
-    run(home, work, named_keys=(key,))
     assert set(created.read()) == {"ours"}
 
 
-def test_a_name_that_the_server_already_has_is_refused(home: Path) -> None:
-    async def whole() -> None:
-        catalogue = Catalogue({"mine": home / "models" / "base.gguf"})
-        catalogue.scan()
-        host = Models(catalogue, ServerSettings(), load=LOAD, budget=1 << 30)
-        async with client_to(host) as client:
-            reply = await client.post("/api/create", json={"model": "MINE", "from": "mine"})
-            assert (reply.status_code, created.read()) == (400, {})
-
-    asyncio.run(whole())
+async def test_a_name_that_the_server_already_has_is_refused(home: Path) -> None:
+    catalogue = Catalogue({"mine": home / "models" / "base.gguf"})
+    catalogue.scan()
+    host = Models(catalogue, ServerSettings(), load=LOAD, budget=1 << 30)
+    async with client_to(host) as client:
+        reply = await client.post("/api/create", json={"model": "MINE", "from": "mine"})
+        assert (reply.status_code, created.read()) == (400, {})
 
 
-def test_creating_needs_permission_to_manage(home: Path) -> None:
-    async def work(client: httpx.AsyncClient) -> None:
+async def test_creating_needs_permission_to_manage(home: Path) -> None:
+    async with serving() as client:
         reply = await client.post("/api/create", json=CREATE, headers={"origin": "https://elsewhere.example"})
         assert reply.status_code == 403
-
-    run(home, work)

@@ -11,12 +11,11 @@ import httpx
 import numpy as np
 import pytest
 from made_once import made_once
-from tiny_server import MESSAGES, run
+from tiny_server import MESSAGES
 from tiny_tokenizers import trained_word_piece
 
 import hotset
 from hotset.convert.hf import convert_hf
-from hotset.server.service import Service
 
 tiny_models = pytest.importorskip("tiny_models")
 
@@ -52,25 +51,19 @@ def path(run_folder: Path) -> Path:
     return made_once(run_folder / "bert-word-piece.gguf", make)
 
 
-def test_vectors_equal_the_librarys(path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
-        reply = await client.post("/v1/embeddings", json={"input": TEXTS})
-        rows = [row["embedding"] for row in reply.json()["data"]]
-        assert rows[0] == rows[2] != rows[1]
-        with hotset.load(path, device="cpu", n_threads=1) as model:
-            np.testing.assert_array_equal(np.array(rows, np.float32), model.embed(TEXTS))
-        long = await client.post("/v1/embeddings", json={"input": "fox " * 400})
-        assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
-
-    run(path, work)
+async def test_vectors_equal_the_librarys(path: Path, client: httpx.AsyncClient) -> None:
+    reply = await client.post("/v1/embeddings", json={"input": TEXTS})
+    rows = [row["embedding"] for row in reply.json()["data"]]
+    assert rows[0] == rows[2] != rows[1]
+    with hotset.load(path, device="cpu", n_threads=1) as model:
+        np.testing.assert_array_equal(np.array(rows, np.float32), model.embed(TEXTS))
+    long = await client.post("/v1/embeddings", json={"input": "fox " * 400})
+    assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_requests_to_generate_are_refused(path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
-        for route, body in GENERATING:
-            reply = await client.post(route, json=body)
-            assert reply.status_code == 400, route
-            error = json.loads(reply.text)["error"]
-            assert (error if isinstance(error, str) else error["message"]) == MESSAGE, route
-
-    run(path, work)
+async def test_requests_to_generate_are_refused(client: httpx.AsyncClient) -> None:
+    for route, body in GENERATING:
+        reply = await client.post(route, json=body)
+        assert reply.status_code == 400, route
+        error = json.loads(reply.text)["error"]
+        assert (error if isinstance(error, str) else error["message"]) == MESSAGE, route

@@ -33,7 +33,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("mode", LOADS)
-def test_greedy_text_equals_the_models_own(paths: dict[str, Path], mode: str):
+async def test_greedy_text_equals_the_models_own(paths: dict[str, Path], mode: str):
     pytest.importorskip("hotset._core", reason="the native module is not built")
     path = paths["dense" if mode == "dense model" else "sparse"]
     load = LOADS[mode] | {"n_threads": 1, "n_ctx": 160, "n_seqs": 4}
@@ -45,32 +45,29 @@ def test_greedy_text_equals_the_models_own(paths: dict[str, Path], mode: str):
     # Different prompts have different texts, so that exchanged answers are noticed.
     assert len({*expected[False], *expected[True]}) > 16
 
-    async def work() -> None:
-        async with client_of(path, load=load | {"max_sequences": 16}) as (client, _):
+    async with client_of(path, load=load | {"max_sequences": 16}) as (client, _):
 
-            async def asked(prompt: str, stream: bool) -> str:
-                body = {"prompt": prompt, "stream": stream} | GREEDY
-                reply = await client.post("/v1/completions", json=body)
-                assert reply.status_code == 200, reply.text
-                if not stream:
-                    return str(reply.json()["choices"][0]["text"])
-                events, done = events_of(reply.text)
-                assert done
-                return "".join(event["choices"][0]["text"] for event in events)
+        async def asked(prompt: str, stream: bool) -> str:
+            body = {"prompt": prompt, "stream": stream} | GREEDY
+            reply = await client.post("/v1/completions", json=body)
+            assert reply.status_code == 200, reply.text
+            if not stream:
+                return str(reply.json()["choices"][0]["text"])
+            events, done = events_of(reply.text)
+            assert done
+            return "".join(event["choices"][0]["text"] for event in events)
 
-            for shared in (False, True):
-                for n in (1, 4, 16):
-                    for stream in (False, True):
-                        prompts = prompts_of(n, shared)
-                        texts = await asyncio.gather(*(asked(one, stream) for one in prompts))
-                        assert list(texts) == expected[shared][:n], (shared, n, stream)
-                    mixed = await asyncio.gather(*(asked(one, i % 2 == 0) for i, one in enumerate(prompts)))
-                    assert list(mixed) == expected[shared][:n]
-
-    asyncio.run(work())
+        for shared in (False, True):
+            for n in (1, 4, 16):
+                for stream in (False, True):
+                    prompts = prompts_of(n, shared)
+                    texts = await asyncio.gather(*(asked(one, stream) for one in prompts))
+                    assert list(texts) == expected[shared][:n], (shared, n, stream)
+                mixed = await asyncio.gather(*(asked(one, i % 2 == 0) for i, one in enumerate(prompts)))
+                assert list(mixed) == expected[shared][:n]
 
 
-def test_chats_while_completions_run(paths: dict[str, Path]):
+async def test_chats_while_completions_run(paths: dict[str, Path]):
     load = {"n_threads": 1, "n_ctx": 160, "n_seqs": 4, "max_sequences": 16}
     with hotset.load(paths["dense"], device="cpu", **load) as model:
         messages = [[{"role": "user", "content": text}] for text in prompts_of(8, False)]
@@ -93,8 +90,5 @@ def test_chats_while_completions_run(paths: dict[str, Path]):
         assert list(found[::2]) == chats
         assert list(found[1::2]) == texts
 
-    async def whole() -> None:
-        async with client_of(paths["dense"], load=load) as (client, _):
-            await work(client)
-
-    asyncio.run(whole())
+    async with client_of(paths["dense"], load=load) as (client, _):
+        await work(client)

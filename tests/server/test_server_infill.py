@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 import pytest
 from api_schemas import events_of
-from tiny_server import run, write_model
+from tiny_server import client_of, write_model
 
 import hotset
-from hotset.server.service import Service
 
 PRE, SUF, MID = 1, 2, 3  # three bytes that mark the parts in this model
 MARKS = {
@@ -39,10 +38,10 @@ def prompt(marked: Path) -> Iterator[tuple[list[int], str]]:
         yield ids, model.generate(ids, max_tokens=9, temperature=0, ignore_eos=True).text
 
 
-def test_a_suffix_is_filled_in_by_every_schema(marked: Path, prompt: tuple[list[int], str]):
+async def test_a_suffix_is_filled_in_by_every_schema(marked: Path, prompt: tuple[list[int], str]):
     ids, text = prompt
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(marked) as (client, _):
         found = (await client.post("/v1/completions", json=COMPLETION)).json()
         assert found["choices"][0]["text"] == text
         assert found["usage"]["prompt_tokens"] == len(ids)
@@ -68,10 +67,8 @@ def test_a_suffix_is_filled_in_by_every_schema(marked: Path, prompt: tuple[list[
         assert [event["stop"] for event in events] == [False] * len(events)
         assert (last["stop"], last["tokens_predicted"]) == (True, 9)
 
-    run(marked, work)
 
-
-def test_requests_of_editors(marked: Path, prompt: tuple[list[int], str]):
+async def test_requests_of_editors(marked: Path, prompt: tuple[list[int], str]):
     """A request as llama.vim sends it, and one that only has the prompt processed."""
     ids, _ = prompt
     extra = [{"filename": "a.py", "text": "x = 1\n"}, {"text": "y"}]
@@ -81,7 +78,7 @@ def test_requests_of_editors(marked: Path, prompt: tuple[list[int], str]):
         "response_fields": ["content", "timings/prompt_n", "timings/none", "tokens_cached", "none/none"],
     }  # fmt: skip
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(marked) as (client, service):
         read = (await client.post("/infill", json=sent | {"n_predict": 0})).json()
         assert read["content"] == ""
         long = await client.post("/infill", json=sent | {"response_fields": ["/" * 1000]})
@@ -96,16 +93,14 @@ def test_requests_of_editors(marked: Path, prompt: tuple[list[int], str]):
         found = (await client.post("/infill", json=INFILL | huge)).json()
         assert found["tokens_evaluated"] == service.model.n_ctx - 9
 
-    run(marked, work)
 
-
-def test_wrong_requests_to_fill_in_are_refused(marked: Path, path: Path):
+async def test_wrong_requests_to_fill_in_are_refused(marked: Path, path: Path):
     async def refused(client: httpx.AsyncClient, url: str, message: str, body: dict[str, Any]) -> None:
         reply = await client.post(url, json=body)
         assert reply.status_code == 400, reply.text
         assert message in reply.text
 
-    async def without(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(path) as (client, _):
         for url, body in (
             ("/v1/completions", COMPLETION),
             ("/infill", INFILL),
@@ -114,8 +109,7 @@ def test_wrong_requests_to_fill_in_are_refused(marked: Path, path: Path):
             await refused(client, url, "cannot fill in the middle", body)
         shown = (await client.post("/api/show", json={"model": "tiny"})).json()
         assert "insert" not in shown["capabilities"]
-
-    async def having(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(marked) as (client, _):
         await refused(client, "/v1/completions", "echo is not supported", COMPLETION | {"echo": True})
         await refused(client, "/v1/completions", "one text", COMPLETION | {"prompt": ["a", "b"]})
         await refused(
@@ -123,6 +117,3 @@ def test_wrong_requests_to_fill_in_are_refused(marked: Path, path: Path):
         )
         system = {"model": "tiny", "prompt": "a", "suffix": "b", "system": "c"}
         await refused(client, "/api/generate", "without a system message", system)
-
-    run(path, without)
-    run(marked, having)

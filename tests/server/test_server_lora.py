@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import httpx
 import pytest
 from byte_models import write_model
 from tiny_adapters import random_pairs, write_adapter
-from tiny_server import client_of, client_to
+from tiny_server import ClientAndService, client_of, client_to
 from waiting import WATCHDOG
 
 from hotset.engine.sampler import SamplingParams
@@ -25,7 +25,6 @@ from hotset.model.decoder import describe
 from hotset.server.catalogue import Catalogue
 from hotset.server.model_settings import ModelsFile
 from hotset.server.models import Models
-from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
 from hotset.server.streams import ClientGoneError
 from hotset.settings import LoadSettings
@@ -50,18 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(
-    folder: Path,
-    work: Callable[[httpx.AsyncClient, Service], Awaitable[None]],
-    lora: tuple[str, ...] = (),
-    **settings: Any,
-) -> None:
-    async def whole() -> None:
-        paths = [str(folder / one) for one in lora]
-        async with client_of(folder / "tiny.gguf", load={"lora": paths}, **settings) as (client, service):
-            await work(client, service)
-
-    asyncio.run(whole())
+def serving(folder: Path, *lora: str, **settings: Any) -> ClientAndService:
+    paths = [str(folder / one) for one in lora]
+    return client_of(folder / "tiny.gguf", load={"lora": paths}, **settings)
 
 
 async def asked(client: httpx.AsyncClient, path: str = "/v1/completions", **more: Any) -> Any:
@@ -81,10 +71,9 @@ async def asked(client: httpx.AsyncClient, path: str = "/v1/completions", **more
     return body["response"]
 
 
-def test_requests_choose_adapters(folder: Path) -> None:
+async def test_requests_choose_adapters(folder: Path) -> None:
     """Use number, name, and in every API schema the model's name; concurrent requests give the same."""
-
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+    async with serving(folder, "one.gguf", "two.gguf:0") as (client, _):
         chosen: list[dict[str, Any]] = [
             {}, {"lora": []}, {"lora": [{"id": 0, "scale": 1}]}, {"lora": [{"id": "two", "scale": 0.5}]},
             {"lora": [{"id": 1, "scale": 0.5}]}, {"lora": [{"id": 0, "scale": 0.5}, {"id": 1}]},
@@ -102,10 +91,8 @@ def test_requests_choose_adapters(folder: Path) -> None:
         assert [each["id"] for each in listed] == ["tiny", "tiny:one", "tiny:two"]
         assert listed[2]["parent"] == "tiny"
 
-    run(folder, work, ("one.gguf", "two.gguf:0"))
 
-
-def test_missing_adapters_are_errors(folder: Path) -> None:
+async def test_missing_adapters_are_errors(folder: Path) -> None:
     wrong: list[tuple[str, dict[str, Any], int, str]] = [
         ("/v1/completions", {"lora": [{"id": 7}]}, 400, "no adapter 7; the loaded ones are 0"),
         ("/v1/completions", {"lora": [{"id": "none"}]}, 400, "no adapter 'none'"),
@@ -116,17 +103,16 @@ def test_missing_adapters_are_errors(folder: Path) -> None:
         ("/v1/embeddings", {"model": "tiny:one", "input": "a"}, 404, "'tiny:one' is not served"),
     ]
 
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+    async with serving(folder, "one.gguf") as (client, _):
         for path, body, status, message in wrong:
             reply = await client.post(path, json={"model": "tiny", **ASKED.get(path, {}), **body})
             assert reply.status_code == status, reply.text
             assert message in reply.json()["error"]["message"]
 
-    run(folder, work, ("one.gguf",))
 
-
-def test_adapters_are_loaded_scaled_and_unloaded(folder: Path) -> None:
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_adapters_are_loaded_scaled_and_unloaded(folder: Path) -> None:
+    (folder / "link").symlink_to("/etc/passwd")
+    async with serving(folder, lora_dir=str(folder)) as (client, service):
         plain = await asked(client)
         assert (await client.get("/lora-adapters")).json() == []
         given = {"lora_name": "first", "lora_path": "one.gguf"}
@@ -173,11 +159,8 @@ def test_adapters_are_loaded_scaled_and_unloaded(folder: Path) -> None:
         assert wrong.status_code == 400
         assert "no adapter 3" in wrong.json()["error"]["message"]
 
-    (folder / "link").symlink_to("/etc/passwd")
-    run(folder, work, lora_dir=str(folder))
 
-
-def test_a_disconnected_client_ends_the_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disconnected_client_ends_the_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, left = threading.Event(), threading.Event()
     ended: list[BaseException | None] = []
     read = AdapterFile.read
@@ -193,7 +176,7 @@ def test_a_disconnected_client_ends_the_load(folder: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(AdapterFile, "read", slow)
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with serving(folder, lora_dir=str(folder)) as (client, service):
         changes: list[int] = []  # of memory
         service.model.adapters.change_memory = changes.append
         given = {"lora_path": "one.gguf"}
@@ -210,21 +193,16 @@ def test_a_disconnected_client_ends_the_load(folder: Path, monkeypatch: pytest.M
         loaded = await client.post("/v1/load_lora_adapter", json=given)
         assert loaded.status_code == 200, loaded.text
 
-    run(folder, work, lora_dir=str(folder))
 
-
-def test_without_a_folder_clients_cannot_load_adapters(folder: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_without_a_folder_clients_cannot_load_adapters(folder: Path) -> None:
+    async with serving(folder) as (client, _):
         reply = await client.post("/v1/load_lora_adapter", json={"lora_path": str(folder / "one.gguf")})
         assert (reply.status_code, "--lora-dir" in reply.text) == (403, True)
 
-    run(folder, work)
 
-
-def test_a_requests_default_adapters_are_chosen_when_it_is_queued(folder: Path) -> None:
+async def test_a_requests_default_adapters_are_chosen_when_it_is_queued(folder: Path) -> None:
     """An adapter may be unloaded between the preparation of a request and its queueing."""
-
-    async def work(_: httpx.AsyncClient, service: Service) -> None:
+    async with serving(folder, "one.gguf") as (_, service):
         model = service.model
         sequence = model.engine.prepare(model.encode("hello"), SamplingParams(temperature=0, max_tokens=2))
         model.adapters.unload("one")
@@ -233,13 +211,10 @@ def test_a_requests_default_adapters_are_chosen_when_it_is_queued(folder: Path) 
             await asyncio.sleep(0.01)
         assert sequence.error is None
 
-    run(folder, work, ("one.gguf",))
 
-
-def test_who_may_change_adapters(folder: Path) -> None:
+async def test_who_may_change_adapters(folder: Path) -> None:
     """Keys that may manage; without keys only this machine, and no page of another origin."""
-
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+    async with serving(folder) as (client, _):
         for path, body in (
             ("/lora-adapters", []),
             ("/v1/load_lora_adapter", {"lora_path": str(folder / "one.gguf")}),
@@ -249,10 +224,8 @@ def test_who_may_change_adapters(folder: Path) -> None:
             assert reply.status_code == 403, path
         assert (await client.get("/lora-adapters")).json() == []
 
-    run(folder, work)
 
-
-def test_models_in_a_file_have_their_own_adapters(folder: Path) -> None:
+async def test_models_in_a_file_have_their_own_adapters(folder: Path) -> None:
     """The paths in `load = { lora = [...] }` are relative to the file's folder."""
     text = """
     [models.tiny]
@@ -267,20 +240,17 @@ def test_models_in_a_file_have_their_own_adapters(folder: Path) -> None:
         [str(folder / "two.gguf"), 1.0],
     ]
 
-    async def whole() -> None:
-        catalogue = Catalogue({"tiny": folder / "tiny.gguf"}, file=file)
-        catalogue.scan()
-        models = Models(catalogue, load=LoadSettings(device="cpu", n_threads=1), budget=1 << 33)
-        async with client_to(models) as client:
-            plain = await asked(client, model="plain")
-            two = await asked(client)
-            assert await asked(client, model="tiny:two") == two != plain
-            assert await asked(client, lora=[]) == plain
-            assert len({plain, two, await asked(client, model="tiny:one")}) == 3
-            listed = await client.get("/lora-adapters?model=tiny")
-            assert [(each["name"], each["scale"]) for each in listed.json()] == [("one", 0.0), ("two", 1.0)]
-
-    asyncio.run(whole())
+    catalogue = Catalogue({"tiny": folder / "tiny.gguf"}, file=file)
+    catalogue.scan()
+    models = Models(catalogue, load=LoadSettings(device="cpu", n_threads=1), budget=1 << 33)
+    async with client_to(models) as client:
+        plain = await asked(client, model="plain")
+        two = await asked(client)
+        assert await asked(client, model="tiny:two") == two != plain
+        assert await asked(client, lora=[]) == plain
+        assert len({plain, two, await asked(client, model="tiny:one")}) == 3
+        listed = await client.get("/lora-adapters?model=tiny")
+        assert [(each["name"], each["scale"]) for each in listed.json()] == [("one", 0.0), ("two", 1.0)]
 
 
 def test_adapters_count_for_the_memory_of_all_models(folder: Path) -> None:
@@ -299,7 +269,7 @@ def test_adapters_count_for_the_memory_of_all_models(folder: Path) -> None:
         async with client_to(models) as client:
             for name in ("other", "tiny"):
                 await asked(client, model=name)
-            slot = models._slots["tiny"]
+            slot = models.slots["tiny"]
             before = slot.n_bytes
             with open_gguf(folder / "one.gguf") as gguf:
                 adapter = sum(info.nbytes for info in gguf.tensors.values())
@@ -351,11 +321,11 @@ def test_an_adapter_counts_with_its_bytes_in_memory(folder: Path) -> None:
         models = Models(catalogue, load=load, budget=1 << 33)
         async with client_to(models) as client:
             await asked(client)
-            found[len(lora)] = models._slots["tiny"].n_bytes
+            found[len(lora)] = models.slots["tiny"].n_bytes
             if lora:
                 body = {"lora_name": "blocks", "model": "tiny"}
                 assert (await client.post("/v1/unload_lora_adapter", json=body)).status_code == 200
-                assert models._slots["tiny"].n_bytes == found[0]
+                assert models.slots["tiny"].n_bytes == found[0]
 
     for lora in ([], ["blocks.gguf"]):
         asyncio.run(whole(lora))

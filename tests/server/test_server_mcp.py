@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from hotset.server.mcp.clients import McpClients
 from hotset.server.mcp.connection import ServerStatus, ToolResult
 from hotset.server.mcp.file import McpServer, read_servers
 from hotset.server.mcp.limits import Limits, McpServerError
-from hotset.server.service import Service
 
 SCRIPT = ROOT / "tests" / "support" / "mcp_stdio.py"
 TOO_MUCH = "sent a message with too many values, or nested too deeply, and was ended"
@@ -400,16 +399,6 @@ def test_servers_at_an_address() -> None:
 # ---- routes ----
 
 
-def run(
-    tmp_path: Path, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]], **settings: Any
-) -> None:
-    async def whole() -> None:
-        async with client_of(write_model(tmp_path / "tiny.gguf"), **settings) as (client, service):
-            await work(client, service)
-
-    asyncio.run(whole())
-
-
 async def ready(client: httpx.AsyncClient) -> dict[str, Any]:
     """Return the servers when none of them is starting."""
     while True:
@@ -420,8 +409,10 @@ async def ready(client: httpx.AsyncClient) -> dict[str, Any]:
         await asyncio.sleep(0.005)
 
 
-def test_tools_are_listed_and_called(tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_tools_are_listed_and_called(tmp_path: Path) -> None:
+    async with client_of(
+        write_model(tmp_path / "tiny.gguf"), mcp_servers=(process("a"), process("b", "fails"))
+    ) as (client, _):
         first, second = (await ready(client))["servers"]
         digests = {tool.pop("digest") for tool in first["tools"]}
         assert len(digests) == len(first["tools"])
@@ -457,10 +448,8 @@ def test_tools_are_listed_and_called(tmp_path: Path) -> None:
         assert (await client.post("/mcp/restart", json={"server": "a"})).status_code == 200
         assert (await ready(client))["servers"][0]["state"] == "ready"
 
-    run(tmp_path, work, mcp_servers=(process("a"), process("b", "fails")))
 
-
-def test_who_may_call_tools(tmp_path: Path) -> None:
+async def test_who_may_call_tools(tmp_path: Path) -> None:
     """Keys that may manage models; without keys only this machine and its own page."""
     asked = (
         ("GET", "/mcp/servers", None),
@@ -475,26 +464,20 @@ def test_who_may_call_tools(tmp_path: Path) -> None:
             for method, path, body in asked
         }
 
-    async def without_keys(client: httpx.AsyncClient, _: Service) -> None:
+    model = write_model(tmp_path / "tiny.gguf")
+    async with client_of(model) as (client, _):
         assert await statuses(client) == {200, 404}
         assert await statuses(client, origin="http://localhost") == {200, 404}
         assert await statuses(client, origin="https://evil.example") == {403}
         assert await statuses(client, host="evil.example") == {403}
         assert await statuses(client, x_forwarded_for="10.0.0.1") == {403}
-
-    async def with_cors(client: httpx.AsyncClient, _: Service) -> None:
+    async with client_of(model, cors_origins=("*",)) as (client, _):
         assert await statuses(client, origin="https://evil.example") == {403}
-
-    run(tmp_path, without_keys)
-    run(tmp_path, with_cors, cors_origins=("*",))
     keys = tuple(
         NamedKey(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), manages=name == "root")
         for name in ("root", "user")
     )
-
-    async def with_keys(client: httpx.AsyncClient, _: Service) -> None:
+    async with client_of(model, named_keys=keys) as (client, _):
         assert await statuses(client) == {401}
         assert await statuses(client, x_api_key="user") == {403}
         assert await statuses(client, x_api_key="root") == {200, 404}
-
-    run(tmp_path, with_keys, named_keys=keys)

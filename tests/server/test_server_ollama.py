@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from tiny_server import run, write_model
+from tiny_server import client_of, write_model
 
 import hotset
 from hotset.errors import HotsetError
@@ -169,147 +169,118 @@ def test_a_call_is_sent_when_it_is_complete():
 # ---- over HTTP ----
 
 
-def test_names_with_a_tag_raw_prompts_and_durations(path: Path, model: hotset.Model):
-    async def work(client: httpx.AsyncClient, _: Any) -> None:
-        asked = BODY | {"model": "tiny:latest", "stream": False}
-        line = (await client.post("/api/chat", json=asked)).json()
-        assert line["model"] == "tiny:latest"
-        assert line["prompt_eval_duration"] > 0
-        assert line["eval_duration"] > 0
-        raw = {"model": "tiny", "prompt": "hello", "options": OPTIONS, "raw": True, "stream": False}
-        line = (await client.post("/api/generate", json=raw)).json()
-        assert line["response"] == model.generate("hello", temperature=0, max_tokens=24).text
-
-    run(path, work)
+async def test_names_with_a_tag_raw_prompts_and_durations(model: hotset.Model, client: httpx.AsyncClient):
+    asked = BODY | {"model": "tiny:latest", "stream": False}
+    line = (await client.post("/api/chat", json=asked)).json()
+    assert line["model"] == "tiny:latest"
+    assert line["prompt_eval_duration"] > 0
+    assert line["eval_duration"] > 0
+    raw = {"model": "tiny", "prompt": "hello", "options": OPTIONS, "raw": True, "stream": False}
+    line = (await client.post("/api/generate", json=raw)).json()
+    assert line["response"] == model.generate("hello", temperature=0, max_tokens=24).text
 
 
-def test_an_empty_request_loads_the_model(path: Path):
-    async def work(client: httpx.AsyncClient, _: Any) -> None:
-        line = (await client.post("/api/generate", json={"model": "tiny", "keep_alive": -1})).json()
-        assert (line["done"], line["done_reason"], line["response"]) == (True, "load", "")
-        line = (await client.post("/api/chat", json={"model": "tiny", "messages": []})).json()
-        assert line["message"]["content"] == ""
-
-    run(path, work)
+async def test_an_empty_request_loads_the_model(client: httpx.AsyncClient):
+    line = (await client.post("/api/generate", json={"model": "tiny", "keep_alive": -1})).json()
+    assert (line["done"], line["done_reason"], line["response"]) == (True, "load", "")
+    line = (await client.post("/api/chat", json={"model": "tiny", "messages": []})).json()
+    assert line["message"]["content"] == ""
 
 
 @pytest.mark.parametrize("name", ["tiny:latest", "tiny[1m]", "llama3.2", "other:8b"])
-def test_one_model_answers_to_any_name(path: Path, name: str):
-    async def work(client: httpx.AsyncClient, _: Any) -> None:
-        for url in ("/api/generate", "/api/chat"):
-            reply = await client.post(url, json={"model": name, "keep_alive": 0})
-            assert (reply.status_code, reply.json()["done_reason"]) == (200, "load"), url
-        asked = [await client.post("/api/show", json={"model": one}) for one in ("tiny", name)]
-        assert asked[0].json() == asked[1].json()
-
-    run(path, work)
+async def test_one_model_answers_to_any_name(name: str, client: httpx.AsyncClient):
+    for url in ("/api/generate", "/api/chat"):
+        reply = await client.post(url, json={"model": name, "keep_alive": 0})
+        assert (reply.status_code, reply.json()["done_reason"]) == (200, "load"), url
+    asked = [await client.post("/api/show", json={"model": one}) for one in ("tiny", name)]
+    assert asked[0].json() == asked[1].json()
 
 
-def test_lists_of_models(path: Path):
-    async def work(client: httpx.AsyncClient, _: Any) -> None:
-        (listed,) = (await client.get("/api/tags")).json()["models"]
-        assert listed["name"] == listed["model"] == "tiny"
-        assert listed["size"] == path.stat().st_size
-        assert len(listed["digest"]) == 64
-        assert datetime.fromisoformat(listed["modified_at"]).timestamp() == pytest.approx(
-            path.stat().st_mtime
-        )
-        assert listed["details"]["family"] == "llama"
-        assert listed["details"]["quantization_level"] == "F32"
-        shown = (await client.post("/api/show", json={"model": "tiny"})).json()
-        assert shown["details"] == listed["details"]
-        assert shown["capabilities"] == ["completion"]
-        assert shown["model_info"]["general.architecture"] == "llama"
-        assert shown["model_info"]["tokenizer.ggml.tokens"] is None
-        assert str(path) not in json.dumps(shown)
-        verbose = (await client.post("/api/show", json={"name": "tiny", "verbose": True})).json()
-        assert len(verbose["model_info"]["tokenizer.ggml.tokens"]) == 259
-        (running,) = (await client.get("/api/ps")).json()["models"]
-        assert running["context_length"] == 256
-        found = (await client.get("/api/version")).json()["version"]
-        assert tuple(map(int, found.split("."))) >= (0, 13, 4), "Codex refuses an older Ollama"
-
-    run(path, work)
+async def test_lists_of_models(path: Path, client: httpx.AsyncClient):
+    (listed,) = (await client.get("/api/tags")).json()["models"]
+    assert listed["name"] == listed["model"] == "tiny"
+    assert listed["size"] == path.stat().st_size
+    assert len(listed["digest"]) == 64
+    assert datetime.fromisoformat(listed["modified_at"]).timestamp() == pytest.approx(path.stat().st_mtime)
+    assert listed["details"]["family"] == "llama"
+    assert listed["details"]["quantization_level"] == "F32"
+    shown = (await client.post("/api/show", json={"model": "tiny"})).json()
+    assert shown["details"] == listed["details"]
+    assert shown["capabilities"] == ["completion"]
+    assert shown["model_info"]["general.architecture"] == "llama"
+    assert shown["model_info"]["tokenizer.ggml.tokens"] is None
+    assert str(path) not in json.dumps(shown)
+    verbose = (await client.post("/api/show", json={"name": "tiny", "verbose": True})).json()
+    assert len(verbose["model_info"]["tokenizer.ggml.tokens"]) == 259
+    (running,) = (await client.get("/api/ps")).json()["models"]
+    assert running["context_length"] == 256
+    found = (await client.get("/api/version")).json()["version"]
+    assert tuple(map(int, found.split("."))) >= (0, 13, 4), "Codex refuses an older Ollama"
 
 
-def test_capabilities_of_a_model_follow_from_its_template(tmp_path: Path):
+async def test_capabilities_of_a_model_follow_from_its_template(tmp_path: Path):
     template = "{% if tools %}{% endif %}{% if enable_thinking %}{% endif %}"
     path = write_model(tmp_path / "tiny.gguf", **{"tokenizer.chat_template": template})
-
-    async def work(client: httpx.AsyncClient, _: Any) -> None:
+    async with client_of(path) as (client, _):
         shown = (await client.post("/api/show", json={"model": "tiny"})).json()
         assert shown["capabilities"] == ["completion", "tools", "thinking"]
         assert shown["template"] == template
 
-    run(path, work)
+
+async def test_wrong_options_are_refused(client: httpx.AsyncClient):
+    async def refused(message: str, **fields: Any) -> None:
+        reply = await client.post("/api/chat", json=BODY | fields)
+        assert reply.status_code == 400, reply.text
+        assert message in reply.json()["error"]
+
+    await refused("options.mirostat must be less than or equal to 2", options={"mirostat": 3})
 
 
-def test_wrong_options_are_refused(path: Path):
-    async def work(client: httpx.AsyncClient, _: Any) -> None:
-        async def refused(message: str, **fields: Any) -> None:
-            reply = await client.post("/api/chat", json=BODY | fields)
-            assert reply.status_code == 400, reply.text
-            assert message in reply.json()["error"]
-
-        await refused("options.mirostat must be less than or equal to 2", options={"mirostat": 3})
-
-    run(path, work)
-
-
-def test_texts_become_vectors(path: Path, model: hotset.Model):
+async def test_texts_become_vectors(model: hotset.Model, client: httpx.AsyncClient):
     texts = ["hello", "ok"]
     expected = model.embed(texts)
 
-    async def work(client: httpx.AsyncClient, _: Any) -> None:
-        async def embed(**fields: Any) -> Any:
-            reply = await client.post("/api/embed", json={"model": "tiny:latest", **fields})
-            assert reply.status_code == 200, reply.text
-            return reply.json()
+    async def embed(**fields: Any) -> Any:
+        reply = await client.post("/api/embed", json={"model": "tiny:latest", **fields})
+        assert reply.status_code == 200, reply.text
+        return reply.json()
 
-        found = await embed(input=texts, options={"num_ctx": 128}, keep_alive="5m")
-        np.testing.assert_array_equal(np.array(found["embeddings"], np.float32), expected)
-        assert found["model"] == "tiny:latest"
-        assert found["prompt_eval_count"] == sum(len(model.encode(text)) for text in texts)
-        assert (await embed(input=["ok", ""]))["embeddings"] == [found["embeddings"][1]]
-        assert (await embed())["embeddings"] == []
-        (cut,) = (await embed(input="hello", dimensions=5))["embeddings"]
-        np.testing.assert_array_equal(np.array(cut, np.float32), model.embed(["hello"], dimensions=5)[0])
-        assert len((await embed(input="hello", dimensions=0))["embeddings"][0]) == 32
-        older = await client.post("/api/embeddings", json={"model": "tiny", "prompt": "hello"})
-        assert older.json() == {"embedding": found["embeddings"][0]}
-        nothing = await client.post("/api/embeddings", json={"model": "tiny"})
-        assert nothing.json() == {"embedding": []}
-        refused = await client.post("/api/embed", json={"model": "tiny", "input": "hello", "dimensions": 33})
-        assert refused.status_code == 400
-        assert "from 1 to 32" in refused.json()["error"]
-
-    run(path, work)
+    found = await embed(input=texts, options={"num_ctx": 128}, keep_alive="5m")
+    np.testing.assert_array_equal(np.array(found["embeddings"], np.float32), expected)
+    assert found["model"] == "tiny:latest"
+    assert found["prompt_eval_count"] == sum(len(model.encode(text)) for text in texts)
+    assert (await embed(input=["ok", ""]))["embeddings"] == [found["embeddings"][1]]
+    assert (await embed())["embeddings"] == []
+    (cut,) = (await embed(input="hello", dimensions=5))["embeddings"]
+    np.testing.assert_array_equal(np.array(cut, np.float32), model.embed(["hello"], dimensions=5)[0])
+    assert len((await embed(input="hello", dimensions=0))["embeddings"][0]) == 32
+    older = await client.post("/api/embeddings", json={"model": "tiny", "prompt": "hello"})
+    assert older.json() == {"embedding": found["embeddings"][0]}
+    nothing = await client.post("/api/embeddings", json={"model": "tiny"})
+    assert nothing.json() == {"embedding": []}
+    refused = await client.post("/api/embed", json={"model": "tiny", "input": "hello", "dimensions": 33})
+    assert refused.status_code == 400
+    assert "from 1 to 32" in refused.json()["error"]
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_text_that_is_too_long_is_truncated(tmp_path: Path, ends: bool):
+async def test_a_text_that_is_too_long_is_truncated(tmp_path: Path, ends: bool, client: httpx.AsyncClient):
     """A token that ends every text is kept."""
     path = write_model(tmp_path / "tiny.gguf", **{"tokenizer.ggml.add_eos_token": ends})
     with hotset.load(path, device="cpu", n_threads=1) as model:
         ids = model.tokenizer.encode("x" * 300)
         expected = model.embed([[*ids[:255], ids[-1]]])
 
-    async def work(client: httpx.AsyncClient, _: Any) -> None:
-        asked = {"model": "tiny", "input": ["ok", "x" * 300]}
-        found = (await client.post("/api/embed", json=asked)).json()["embeddings"]
-        np.testing.assert_array_equal(np.array(found[1], np.float32), expected[0])
-        refused = await client.post("/api/embed", json=asked | {"truncate": False})
-        assert refused.status_code == 400
-        assert "maximum context length is 256" in refused.json()["error"]
-
-    run(path, work)
+    asked = {"model": "tiny", "input": ["ok", "x" * 300]}
+    found = (await client.post("/api/embed", json=asked)).json()["embeddings"]
+    np.testing.assert_array_equal(np.array(found[1], np.float32), expected[0])
+    refused = await client.post("/api/embed", json=asked | {"truncate": False})
+    assert refused.status_code == 400
+    assert "maximum context length is 256" in refused.json()["error"]
 
 
-def test_an_embedding_model_reports_its_capability(tmp_path: Path):
+async def test_an_embedding_model_reports_its_capability(tmp_path: Path):
     path = write_model(tmp_path / "tiny.gguf", **{"llama.pooling_type": 3})
-
-    async def work(client: httpx.AsyncClient, _: Any) -> None:
+    async with client_of(path) as (client, _):
         shown = (await client.post("/api/show", json={"model": "tiny"})).json()
         assert shown["capabilities"] == ["embedding"]
-
-    run(path, work)

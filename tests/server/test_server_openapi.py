@@ -61,23 +61,19 @@ def shape_at(responses: dict[str, Any], status: str) -> str:
 
 
 @pytest.mark.parametrize("asked", [ASKED, RANKED], ids=["generates", "ranks"])
-def test_replies_have_the_documented_shapes(tmp_path: Path, document: dict[str, Any], asked: Any):
+async def test_replies_have_the_documented_shapes(tmp_path: Path, document: dict[str, Any], asked: Any):
     path = (write_reranker if asked is RANKED else write_model)(tmp_path / "tiny.gguf")
-
-    async def work() -> None:
-        async with client_of(path) as (client, _):
-            for where, body, shape in asked:
-                reply = await client.post(where, json=body)
-                assert reply.status_code == 200, (where, reply.text)
-                shape.model_validate(reply.json())
-                responses = document["paths"][where]["post"]["responses"]
-                assert shape_at(responses, "200") == shape.__name__
-                wrong = await client.post(where, json=body | {"model": []})
-                assert wrong.status_code == 400
-                promised = getattr(shapes, shape_at(responses, "4XX"))
-                promised.model_validate(wrong.json())
-
-    asyncio.run(work())
+    async with client_of(path) as (client, _):
+        for where, body, shape in asked:
+            reply = await client.post(where, json=body)
+            assert reply.status_code == 200, (where, reply.text)
+            shape.model_validate(reply.json())
+            responses = document["paths"][where]["post"]["responses"]
+            assert shape_at(responses, "200") == shape.__name__
+            wrong = await client.post(where, json=body | {"model": []})
+            assert wrong.status_code == 400
+            promised = getattr(shapes, shape_at(responses, "4XX"))
+            promised.model_validate(wrong.json())
 
 
 def test_written_replies_have_constants_in_their_places():
@@ -171,7 +167,7 @@ def test_the_document_describes_chat_messages(
     assert jsonschema.Draft202012Validator(schema).is_valid([message]) is is_one
 
 
-def test_the_document_is_made_once_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_document_is_made_once_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     app = create_app(Service(lambda: None, name="none"))  # type: ignore[arg-type,return-value]
     document, threads = app.openapi(), []
 
@@ -181,12 +177,9 @@ def test_the_document_is_made_once_outside_the_event_loop(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(app, "openapi", noted)
 
-    async def work() -> None:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            replies = await asyncio.gather(*(client.get("/openapi.json") for _ in range(3)))
-        assert [reply.json() for reply in replies] == [document] * 3
-        assert len(threads) == 1
-        assert threads[0] is not threading.current_thread()
-
-    asyncio.run(work())
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        replies = await asyncio.gather(*(client.get("/openapi.json") for _ in range(3)))
+    assert [reply.json() for reply in replies] == [document] * 3
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()

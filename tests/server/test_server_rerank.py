@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tiny_server import MESSAGES, Serving, metrics_of, run, write_model, write_reranker
+from tiny_server import MESSAGES, Serving, client_of, metrics_of, write_model, write_reranker
 
 import hotset
 from hotset.reporter import Reporter
@@ -39,101 +39,89 @@ def results(reply: httpx.Response) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("url", [JINA, "/v1/reranking", "/rerank", "/reranking"])
-def test_documents_are_ranked(path: Path, expected: list[tuple[int, float]], url: str):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        reply = await client.post(url, json=BODY)
-        assert results(reply) == expected
-        n = sum(len(QUERY) + len(text) for text in DOCUMENTS)
-        usage = reply.json()["usage"]
-        assert usage["prompt_tokens"] == usage["total_tokens"]
-        assert 0 < usage["prompt_tokens"] <= n + len(DOCUMENTS)
-        assert reply.json()["model"] == "tiny"
-        assert all("document" not in one for one in reply.json()["results"])
-        assert results(await client.post(url, json=BODY | {"top_n": 2, "model": "tiny"})) == expected[:2]
-        assert results(await client.post(url, json=BODY | {"top_n": 99})) == expected
-        mixed = [*DOCUMENTS[:2], *({"text": text} for text in DOCUMENTS[2:])]
-        reply = await client.post(url, json=BODY | {"documents": mixed, "return_documents": True})
-        assert results(reply) == expected
-        assert [one["document"]["text"] for one in reply.json()["results"]] == [
-            DOCUMENTS[index] for index, _ in expected
-        ]
-
-    run(path, work)
+async def test_documents_are_ranked(expected: list[tuple[int, float]], url: str, client: httpx.AsyncClient):
+    reply = await client.post(url, json=BODY)
+    assert results(reply) == expected
+    n = sum(len(QUERY) + len(text) for text in DOCUMENTS)
+    usage = reply.json()["usage"]
+    assert usage["prompt_tokens"] == usage["total_tokens"]
+    assert 0 < usage["prompt_tokens"] <= n + len(DOCUMENTS)
+    assert reply.json()["model"] == "tiny"
+    assert all("document" not in one for one in reply.json()["results"])
+    assert results(await client.post(url, json=BODY | {"top_n": 2, "model": "tiny"})) == expected[:2]
+    assert results(await client.post(url, json=BODY | {"top_n": 99})) == expected
+    mixed = [*DOCUMENTS[:2], *({"text": text} for text in DOCUMENTS[2:])]
+    reply = await client.post(url, json=BODY | {"documents": mixed, "return_documents": True})
+    assert results(reply) == expected
+    assert [one["document"]["text"] for one in reply.json()["results"]] == [
+        DOCUMENTS[index] for index, _ in expected
+    ]
 
 
-def test_coheres_form(path: Path, expected: list[tuple[int, float]]):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        reply = await client.post(COHERE, json=BODY | {"model": "tiny", "top_n": 3})
-        assert results(reply) == expected[:3]
-        found = reply.json()
-        assert found["id"]
-        assert found["meta"]["api_version"] == {"version": "2"}
-        assert found["meta"]["tokens"]["input_tokens"] > 0
-        cut = [text[:4] for text in DOCUMENTS]  # a token is a byte, except "he"
-        short = await client.post(COHERE, json=BODY | {"documents": cut})
-        long = await client.post(COHERE, json=BODY | {"documents": [text[:3] for text in cut]})
-        reply = await client.post(COHERE, json=BODY | {"documents": cut, "max_tokens_per_doc": 4})
-        assert results(reply) == results(short)
-        documents = [text for text in cut if not text.startswith("he")]
-        reply = await client.post(COHERE, json=BODY | {"documents": documents, "max_tokens_per_doc": 3})
-        assert {score for _, score in results(reply)} < {score for _, score in results(long)}
-        missing = await client.post(COHERE, json={"query": "a"})
-        assert (missing.status_code, missing.json()) == (400, {"message": "documents is missing"})
-
-    run(path, work)
+async def test_coheres_form(expected: list[tuple[int, float]], client: httpx.AsyncClient):
+    reply = await client.post(COHERE, json=BODY | {"model": "tiny", "top_n": 3})
+    assert results(reply) == expected[:3]
+    found = reply.json()
+    assert found["id"]
+    assert found["meta"]["api_version"] == {"version": "2"}
+    assert found["meta"]["tokens"]["input_tokens"] > 0
+    cut = [text[:4] for text in DOCUMENTS]  # a token is a byte, except "he"
+    short = await client.post(COHERE, json=BODY | {"documents": cut})
+    long = await client.post(COHERE, json=BODY | {"documents": [text[:3] for text in cut]})
+    reply = await client.post(COHERE, json=BODY | {"documents": cut, "max_tokens_per_doc": 4})
+    assert results(reply) == results(short)
+    documents = [text for text in cut if not text.startswith("he")]
+    reply = await client.post(COHERE, json=BODY | {"documents": documents, "max_tokens_per_doc": 3})
+    assert {score for _, score in results(reply)} < {score for _, score in results(long)}
+    missing = await client.post(COHERE, json={"query": "a"})
+    assert (missing.status_code, missing.json()) == (400, {"message": "documents is missing"})
 
 
-def test_documents_are_ranked_while_answers_run(path: Path, expected: list[tuple[int, float]]):
+async def test_documents_are_ranked_while_answers_run(
+    expected: list[tuple[int, float]], client: httpx.AsyncClient
+):
     body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 60, "ignore_eos": True}
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        alone = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
-        chats = [client.post("/v1/chat/completions", json=body) for _ in range(3)]
-        found = await asyncio.gather(client.post(JINA, json=BODY), *chats)
-        assert results(found[0]) == expected
-        assert all(reply.json()["choices"] == alone for reply in found[1:])
-
-    run(path, work)
+    alone = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
+    chats = [client.post("/v1/chat/completions", json=body) for _ in range(3)]
+    found = await asyncio.gather(client.post(JINA, json=BODY), *chats)
+    assert results(found[0]) == expected
+    assert all(reply.json()["choices"] == alone for reply in found[1:])
 
 
-def test_wrong_requests_are_refused(path: Path):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        for wrong, said in (
-            ({"query": ""}, "query"),
-            ({"query": 3}, "query"),
-            ({"documents": []}, "documents"),
-            ({"documents": ["a", ""]}, "documents"),
-            ({"documents": "abc"}, "documents"),
-            ({"documents": [{"image": "a"}]}, "documents"),
-            ({"documents": ["a"] * 2049}, "2048"),
-            ({"documents": ["x" * 300]}, "256"),
-            ({"top_n": 0}, "top_n"),
-        ):
-            for url in (JINA, COHERE):
-                reply = await client.post(url, json=BODY | wrong)
-                assert reply.status_code == 400, (wrong, reply.text)
-                found = reply.json()
-                assert said in (found["message"] if url == COHERE else found["error"]["message"])
-        embedded = await client.post("/v1/embeddings", json={"input": "a"})
-        assert embedded.status_code == 400
-        assert "is a reranker" in embedded.json()["error"]["message"]
-
-    run(path, work)
+async def test_wrong_requests_are_refused(client: httpx.AsyncClient):
+    for wrong, said in (
+        ({"query": ""}, "query"),
+        ({"query": 3}, "query"),
+        ({"documents": []}, "documents"),
+        ({"documents": ["a", ""]}, "documents"),
+        ({"documents": "abc"}, "documents"),
+        ({"documents": [{"image": "a"}]}, "documents"),
+        ({"documents": ["a"] * 2049}, "2048"),
+        ({"documents": ["x" * 300]}, "256"),
+        ({"top_n": 0}, "top_n"),
+    ):
+        for url in (JINA, COHERE):
+            reply = await client.post(url, json=BODY | wrong)
+            assert reply.status_code == 400, (wrong, reply.text)
+            found = reply.json()
+            assert said in (found["message"] if url == COHERE else found["error"]["message"])
+    embedded = await client.post("/v1/embeddings", json={"input": "a"})
+    assert embedded.status_code == 400
+    assert "is a reranker" in embedded.json()["error"]["message"]
 
 
-def test_the_number_of_tokens_of_all_documents_is_limited(path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_the_number_of_tokens_of_all_documents_is_limited(path: Path, monkeypatch: pytest.MonkeyPatch):
     """The query precedes each document, so a short request could need any number of tokens."""
     monkeypatch.setattr("hotset.server.rerank.MAX_TOKENS", 500)
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(path) as (client, _):
         query = "q" * 99  # plus a BOS
         asked = {"query": query, "documents": ["x"] * 4}
         assert (await client.post(JINA, json=asked)).status_code == 200
         reply = await client.post(JINA, json=asked | {"documents": ["x"] * 5})
         assert reply.status_code == 400
         assert "more than 500 tokens in total" in reply.json()["error"]["message"]
-
-    run(path, work)
 
 
 def test_a_batch_ranks_documents(path: Path, expected: list[tuple[int, float]], tmp_path: Path):
@@ -146,8 +134,8 @@ def test_a_batch_ranks_documents(path: Path, expected: list[tuple[int, float]], 
     assert [(one["index"], one["relevance_score"]) for one in answer["results"]] == expected
 
 
-def test_a_model_without_a_rank_head_is_refused(tmp_path: Path):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_a_model_without_a_rank_head_is_refused(tmp_path: Path):
+    async with client_of(write_model(tmp_path / "tiny.gguf")) as (client, _):
         reply = await client.post(JINA, json=BODY)
         assert reply.status_code == 501
         assert "no rank head" in reply.json()["error"]["message"]
@@ -155,8 +143,6 @@ def test_a_model_without_a_rank_head_is_refused(tmp_path: Path):
         reply = await client.post(COHERE, json=BODY)
         assert reply.status_code == 501
         assert "no rank head" in reply.json()["message"]
-
-    run(write_model(tmp_path / "tiny.gguf"), work)
 
 
 def test_a_disconnected_client(path: Path):
@@ -167,22 +153,21 @@ def test_a_disconnected_client(path: Path):
         assert server.client.post(JINA, json=BODY).status_code == 200
 
 
-def test_documents_of_a_disconnected_client_are_not_computed(path: Path):
+async def test_documents_of_a_disconnected_client_are_not_computed(
+    client: httpx.AsyncClient, service: Service
+):
     """Check that no token is computed, because none of the documents had begun."""
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        thread = service.model.thread
-        with thread.exclusive():  # nothing is computed here
-            asked = asyncio.create_task(client.post(JINA, json=BODY))
-            while thread.counters().waiting < 4:
-                await asyncio.sleep(0)
-            assert (await metrics_of(client))["hotset_answers_open"] == len(DOCUMENTS)
-            asked.cancel()
-            await asyncio.wait([asked])
-        after = await client.post(JINA, json=BODY | {"documents": ["x"]})
-        found = await metrics_of(client)
-        assert found["hotset_prompt_tokens_total"] == after.json()["usage"]["prompt_tokens"]
-        assert found['hotset_answers_total{reason="cancelled"}'] == len(DOCUMENTS)
-        assert found['hotset_answers_total{reason="stop"}'] == 1
-
-    run(path, work)
+    thread = service.model.thread
+    with thread.exclusive():  # nothing is computed here
+        asked = asyncio.create_task(client.post(JINA, json=BODY))
+        while thread.counters().waiting < 4:
+            await asyncio.sleep(0)
+        assert (await metrics_of(client))["hotset_answers_open"] == len(DOCUMENTS)
+        asked.cancel()
+        await asyncio.wait([asked])
+    after = await client.post(JINA, json=BODY | {"documents": ["x"]})
+    found = await metrics_of(client)
+    assert found["hotset_prompt_tokens_total"] == after.json()["usage"]["prompt_tokens"]
+    assert found['hotset_answers_total{reason="cancelled"}'] == len(DOCUMENTS)
+    assert found['hotset_answers_total{reason="stop"}'] == 1

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from openai.types import responses as types
 from pydantic import TypeAdapter, ValidationError
-from tiny_server import run
+from tiny_server import client_of
 
 from hotset.errors import InvalidRequestError
 from hotset.server.answers import (
@@ -25,7 +25,6 @@ from hotset.server.answers import (
 from hotset.server.errors import invalid_body
 from hotset.server.openai.response_writer import ResponseWriter
 from hotset.server.openai.responses import ResponsesBody, answer_request, head, tool_names
-from hotset.server.service import Service
 
 BODY = {"model": "tiny", "input": "hello", "temperature": 0, "max_output_tokens": 24}
 USAGE = Usage(prompt_tokens=30, cached_tokens=20, completion_tokens=9, reasoning_tokens=4)
@@ -222,15 +221,13 @@ def test_a_truncated_answer_is_incomplete():
     [{}, {"instructions": "brief"}, {"tools": [{"type": "function", "name": "f"}]}, {"truncation": "auto"}],
     ids=str,
 )
-def test_the_prompt_of_a_request_is_the_answers(path: Path, fields: dict[str, Any]):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_the_prompt_of_a_request_is_the_answers(path: Path, fields: dict[str, Any]):
+    async with client_of(path, load={"n_ctx": 1024}) as (client, service):
         reply = (await client.post("/v1/responses", json=BODY | fields)).json()
         assert len(service.prompt(request(**fields))) == reply["usage"]["input_tokens"]
 
-    run(path, work, load={"n_ctx": 1024})
 
-
-def test_a_response_repeats_its_request(path: Path):
+async def test_a_response_repeats_its_request(client: httpx.AsyncClient):
     form = {"type": "json_schema", "name": "answer", "schema": {"type": "boolean"}}
     tool = {"type": "function", "name": "f", "parameters": None}
     asked = {
@@ -238,21 +235,18 @@ def test_a_response_repeats_its_request(path: Path):
         "tool_choice": "none", "reasoning": {"summary": "auto"}, "store": True,
     }  # fmt: skip
 
-    async def work(client: httpx.AsyncClient, _: Any) -> None:
-        body = (await client.post("/v1/responses", json=BODY | asked)).json()
-        response = types.Response.model_validate(body, strict=True)
-        assert response.output_text in ("true", "false")
-        logprobs = response.output[0].content[0].logprobs
-        assert "".join(one.token for one in logprobs) == response.output_text
-        assert [len(one.top_logprobs) for one in logprobs] == [1] * len(logprobs)
-        assert body["created_at"] <= body["completed_at"]
-        assert (body["presence_penalty"], body["frequency_penalty"], body["max_tool_calls"]) == (0, 0, None)
-        assert body["tools"] == [tool | {"description": None, "strict": None}]
-        assert body["text"] == {"format": form | {"description": None, "strict": False}}
-        assert body["reasoning"] == {"effort": None, "summary": "auto"}
-        assert (body["store"], body["temperature"], body["metadata"]) == (False, 0, {"a": "b"})
-
-    run(path, work)
+    body = (await client.post("/v1/responses", json=BODY | asked)).json()
+    response = types.Response.model_validate(body, strict=True)
+    assert response.output_text in ("true", "false")
+    logprobs = response.output[0].content[0].logprobs
+    assert "".join(one.token for one in logprobs) == response.output_text
+    assert [len(one.top_logprobs) for one in logprobs] == [1] * len(logprobs)
+    assert body["created_at"] <= body["completed_at"]
+    assert (body["presence_penalty"], body["frequency_penalty"], body["max_tool_calls"]) == (0, 0, None)
+    assert body["tools"] == [tool | {"description": None, "strict": None}]
+    assert body["text"] == {"format": form | {"description": None, "strict": False}}
+    assert body["reasoning"] == {"effort": None, "summary": "auto"}
+    assert (body["store"], body["temperature"], body["metadata"]) == (False, 0, {"a": "b"})
 
 
 # ---- namespaces of functions, as Codex has them ----

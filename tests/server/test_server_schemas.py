@@ -11,7 +11,6 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import pytest
 from api_schemas import SCHEMAS, ApiSchema, Found
 from cases import quick_are
 from published_calls import PUBLISHED, TEMPLATES, TOOLS
-from tiny_server import MESSAGES, Serving, run, write_model
+from tiny_server import MESSAGES, Serving, client_of, with_template
 from tool_models import CALL, CLOCK, HERMES, THINKS, WEATHER, written
 from waiting import WATCHDOG, until
 
@@ -47,12 +46,6 @@ def each(*names: str, **having: bool) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("schema", found, ids=repr)
 
 
-def with_template(tmp_path: Path, template: str, work: Callable[..., Any]) -> None:
-    """Run `work` with a server of a model with this template and a context of 2048."""
-    keys = {"tokenizer.chat_template": template, "llama.context_length": 2048}
-    run(write_model(tmp_path / "tiny.gguf", **keys), work, load={"n_ctx": 2048})
-
-
 async def both(client: httpx.AsyncClient, schema: ApiSchema, body: dict[str, Any]) -> Found:
     """Return the answer, and assert that a stream gives the same, except the number of cached tokens."""
     whole, _ = await schema.whole(client, body)
@@ -75,18 +68,17 @@ async def refused(
 
 
 @each()
-def test_an_answer_and_its_stream_equal_the_models_own(path: Path, model: hotset.Model, schema: ApiSchema):
+async def test_an_answer_and_its_stream_equal_the_models_own(
+    model: hotset.Model, schema: ApiSchema, client: httpx.AsyncClient
+):
     expected = schema.expected(model, **SHORT)
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        found = await both(client, schema, schema.body(**SHORT))
-        assert (found.text, found.reasoning, found.calls) == (expected.text, "", [])
-        assert found.reason == expected.finish_reason == "length"
-        assert (found.prompt_tokens, found.tokens) == (expected.prompt_tokens, N)
-        assert found.logprobs == []
-        assert not found.reasoning_tokens
-
-    run(path, work)
+    found = await both(client, schema, schema.body(**SHORT))
+    assert (found.text, found.reasoning, found.calls) == (expected.text, "", [])
+    assert found.reason == expected.finish_reason == "length"
+    assert (found.prompt_tokens, found.tokens) == (expected.prompt_tokens, N)
+    assert found.logprobs == []
+    assert not found.reasoning_tokens
 
 
 # Each one changes the tiny model's text, so that an ignored field is noticed.
@@ -110,131 +102,118 @@ SELDOM_SEEN: tuple[dict[str, Any], ...] = (
 
 
 @each()
-def test_sampling_fields_reach_the_sampler(path: Path, model: hotset.Model, schema: ApiSchema):
+async def test_sampling_fields_reach_the_sampler(
+    model: hotset.Model, schema: ApiSchema, client: httpx.AsyncClient, service: Service
+):
     known = schema.sampling.keys()
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        asked: list[AnswerRequest] = []
-        ask = service.ask
+    asked: list[AnswerRequest] = []
+    ask = service.ask
 
-        async def asking(request: AnswerRequest) -> Any:
-            asked.append(request)
-            seeded = request if "seed" in known else replace(request, params=replace(request.params, seed=1))
-            return await ask(seeded)
+    async def asking(request: AnswerRequest) -> Any:
+        asked.append(request)
+        seeded = request if "seed" in known else replace(request, params=replace(request.params, seed=1))
+        return await ask(seeded)
 
-        service.ask = asking  # type: ignore[method-assign]
-        plain = {"temperature": 1.3, "seed": 11, "max_tokens": 40, "ignore_eos": True}
-        plain = {key: value for key, value in plain.items() if key in known}
-        cases = [{}, *(case for case in SAMPLING if case.keys() <= known)]
-        texts = set()
-        for case in (*cases, *(case for case in SELDOM_SEEN if case.keys() <= known)):
-            found, _ = await schema.whole(client, schema.body(**plain | case))
-            meant = plain | case
-            if bias := meant.get("logit_bias"):
-                meant["logit_bias"] = {int(token): one for token, one in bias.items()}
-            assert asked[-1].params == hotset.SamplingParams(**meant), case
-            if "seed" in known:
-                assert found.text == schema.expected(model, **meant).text, case
-                if case not in SELDOM_SEEN:
-                    texts.add(found.text)
-        assert len(texts) in (0, len(cases))
-        assert len(cases) > 3
-
-    run(path, work)
+    service.ask = asking  # type: ignore[method-assign]
+    plain = {"temperature": 1.3, "seed": 11, "max_tokens": 40, "ignore_eos": True}
+    plain = {key: value for key, value in plain.items() if key in known}
+    cases = [{}, *(case for case in SAMPLING if case.keys() <= known)]
+    texts = set()
+    for case in (*cases, *(case for case in SELDOM_SEEN if case.keys() <= known)):
+        found, _ = await schema.whole(client, schema.body(**plain | case))
+        meant = plain | case
+        if bias := meant.get("logit_bias"):
+            meant["logit_bias"] = {int(token): one for token, one in bias.items()}
+        assert asked[-1].params == hotset.SamplingParams(**meant), case
+        if "seed" in known:
+            assert found.text == schema.expected(model, **meant).text, case
+            if case not in SELDOM_SEEN:
+                texts.add(found.text)
+    assert len(texts) in (0, len(cases))
+    assert len(cases) > 3
 
 
 @each()
-def test_a_null_is_an_absent_field(path: Path, schema: ApiSchema):
+async def test_a_null_is_an_absent_field(schema: ApiSchema, client: httpx.AsyncClient):
     """Clients send every field that they know, and newer clients know more."""
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        body = schema.body(**SHORT)
-        nulls = dict.fromkeys([*(schema.body_type.model_fields.keys() - body.keys()), "some_newer_field"])
-        assert await both(client, schema, body | nulls) == await both(client, schema, body)
-
-    run(path, work)
+    body = schema.body(**SHORT)
+    nulls = dict.fromkeys([*(schema.body_type.model_fields.keys() - body.keys()), "some_newer_field"])
+    assert await both(client, schema, body | nulls) == await both(client, schema, body)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("several", [False, True])
 @each("chat", "completions", "messages", "ollama-chat", "ollama-generate")
-def test_a_stop_string_ends_an_answer(
-    path: Path, model: hotset.Model, schema: ApiSchema, several: bool, stream: bool
+async def test_a_stop_string_ends_an_answer(
+    model: hotset.Model,
+    schema: ApiSchema,
+    several: bool,
+    stream: bool,
+    client: httpx.AsyncClient,
+    service: Service,
 ):
     text = schema.expected(model, **SHORT).text
     stop = text[5:7]
     given: Any = ["never at all", stop] if several or schema.name == "messages" else stop
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        body = schema.body(stop=given, **SHORT)
-        found = await (schema.streamed(client, body) if stream else both(client, schema, body))
-        assert (found.text, found.reason) == (text[: text.index(stop)], "stop")
-        if schema.name == "messages":
-            _, raw = await schema.whole(client, body)
-            assert raw["stop_sequence"] == stop
-        engine = service.model.engine
-        while engine.has_work:
-            await asyncio.sleep(0.001)
-        assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
-
-    run(path, work)
+    body = schema.body(stop=given, **SHORT)
+    found = await (schema.streamed(client, body) if stream else both(client, schema, body))
+    assert (found.text, found.reason) == (text[: text.index(stop)], "stop")
+    if schema.name == "messages":
+        _, raw = await schema.whole(client, body)
+        assert raw["stop_sequence"] == stop
+    engine = service.model.engine
+    while engine.has_work:
+        await asyncio.sleep(0.001)
+    assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
 
 
 @each(has_logprobs=True)
-def test_logprobs_equal_the_models(path: Path, model: hotset.Model, schema: ApiSchema):
+async def test_logprobs_equal_the_models(model: hotset.Model, schema: ApiSchema, client: httpx.AsyncClient):
     expected = schema.expected(model, logprobs=2, **SHORT)
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        found = await both(client, schema, schema.body(logprobs=2, **SHORT))
-        assert found.text == expected.text
-        assert found.logprobs == [one.logprob for one in expected.logprobs]
-
-    run(path, work)
+    found = await both(client, schema, schema.body(logprobs=2, **SHORT))
+    assert found.text == expected.text
+    assert found.logprobs == [one.logprob for one in expected.logprobs]
 
 
 @each(counts_cached=True)
-def test_cached_tokens_are_in_the_usage(path: Path, schema: ApiSchema):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        body = schema.body([{"role": "user", "content": "once upon a time " * 10}], **SHORT)
-        first, again = [(await schema.whole(client, body))[0] for _ in range(2)]
-        assert (first.cached, again.cached) == (0, 128)
-        assert first.prompt_tokens == again.prompt_tokens > 128
-
-    run(path, work)
+async def test_cached_tokens_are_in_the_usage(schema: ApiSchema, client: httpx.AsyncClient):
+    body = schema.body([{"role": "user", "content": "once upon a time " * 10}], **SHORT)
+    first, again = [(await schema.whole(client, body))[0] for _ in range(2)]
+    assert (first.cached, again.cached) == (0, 128)
+    assert first.prompt_tokens == again.prompt_tokens > 128
 
 
 @each()
-def test_an_answer_follows_a_schema(path: Path, schema: ApiSchema):
+async def test_an_answer_follows_a_schema(path: Path, schema: ApiSchema):
     pytest.importorskip("llguidance")
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(path) as (client, _):
         found = await both(client, schema, schema.body(form={"type": "boolean"}, **SHORT))
         assert found.text in ("true", "false")
         assert found.reason == "stop"
 
-    run(path, work)
-
 
 @each(is_chat=True)
-def test_system_messages_come_first(path: Path, model: hotset.Model, schema: ApiSchema):
+async def test_system_messages_come_first(model: hotset.Model, schema: ApiSchema, client: httpx.AsyncClient):
     messages = [{"role": "system", "content": "be brief"}, *MESSAGES]
     expected = model.chat(messages, **SHORT).content
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        found = await both(client, schema, schema.body(messages, **SHORT))
-        assert found.text == expected
-
-    run(path, work)
+    found = await both(client, schema, schema.body(messages, **SHORT))
+    assert found.text == expected
 
 
 # ---- reasoning and tools ----
 
 
 @each(has_tools=True)
-def test_reasoning_text_and_calls_are_separate(tmp_path: Path, schema: ApiSchema):
+async def test_reasoning_text_and_calls_are_separate(tmp_path: Path, schema: ApiSchema):
     pytest.importorskip("llguidance")
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with with_template(tmp_path, THINKS) as (client, service):
         written(service.model, f"look it up\n</think>\n\nLet me see.\n{CALL}")
         body = schema.body(tools=[WEATHER, CLOCK], temperature=0, max_tokens=200)
         found = await both(client, schema, body)
@@ -253,14 +232,12 @@ def test_reasoning_text_and_calls_are_separate(tmp_path: Path, schema: ApiSchema
             counted = await client.post("/v1/messages/count_tokens", json=only)
             assert counted.json() == {"input_tokens": again.prompt_tokens}
 
-    with_template(tmp_path, THINKS, work)
-
 
 @each(has_tools=True)
-def test_several_calls_or_one(tmp_path: Path, schema: ApiSchema):
+async def test_several_calls_or_one(tmp_path: Path, schema: ApiSchema):
     pytest.importorskip("llguidance")
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with with_template(tmp_path, HERMES) as (client, service):
         written(service.model, f"{CALL}\n{CALL.replace('Rome', 'Oslo')}")
         asked = {"tools": [WEATHER], "temperature": 0, "max_tokens": 300}
         found = await both(client, schema, schema.body(**asked))
@@ -270,16 +247,14 @@ def test_several_calls_or_one(tmp_path: Path, schema: ApiSchema):
             assert found.calls == [("get_weather", ARGUMENTS)]
         assert found.reason == "calls"
 
-    with_template(tmp_path, HERMES, work)
-
 
 @pytest.mark.parametrize("choice", ["any", "get_weather"])
 @each(chooses_tools=True)
-def test_a_required_call(tmp_path: Path, schema: ApiSchema, choice: str):
+async def test_a_required_call(tmp_path: Path, schema: ApiSchema, choice: str):
     """The tiny model writes its own text, which is a call."""
     pytest.importorskip("llguidance")
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with with_template(tmp_path, HERMES) as (client, _):
         asked = {"tools": [WEATHER], "choice": choice, "single": True}
         found = await both(client, schema, schema.body(**asked, temperature=0, max_tokens=900))
         assert found.reason == "calls"
@@ -288,11 +263,9 @@ def test_a_required_call(tmp_path: Path, schema: ApiSchema, choice: str):
         assert arguments["city"] in ("Rome", "Oslo")
         assert 1 <= arguments["days"] <= 7
 
-    with_template(tmp_path, HERMES, work)
-
 
 @pytest.mark.parametrize("name", quick_are(list(dict(TEMPLATES))[::3], dict(TEMPLATES)))
-def test_a_form_of_calls_is_read_in_every_schema(tmp_path: Path, name: str):
+async def test_a_form_of_calls_is_read_in_every_schema(tmp_path: Path, name: str):
     """The tiny model's tokens are bytes, so every character and every mark arrives in pieces."""
     pytest.importorskip("llguidance")
     marks = next(template for form, template in TEMPLATES if form == name)
@@ -302,38 +275,38 @@ def test_a_form_of_calls_is_read_in_every_schema(tmp_path: Path, name: str):
         for key, schema in TOOLS.items()
     ]
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with with_template(tmp_path, HERMES.replace("<tool_call>", "") + f"{{# {marks} #}}") as (
+        client,
+        service,
+    ):
         written(service.model, emitted)
         for schema in SCHEMAS:
             if schema.has_tools:
                 found = await both(client, schema, schema.body(tools=tools, temperature=0, max_tokens=900))
                 assert (found.text, found.calls) == (text, calls), schema
 
-    with_template(tmp_path, HERMES.replace("<tool_call>", "") + f"{{# {marks} #}}", work)
-
 
 # ---- answers that were begun ----
 
 
 @each(is_chat=True)
-def test_an_answer_is_continued(path: Path, model: hotset.Model, schema: ApiSchema):
+async def test_an_answer_is_continued(model: hotset.Model, schema: ApiSchema, client: httpx.AsyncClient):
     prompt = model.encode("<|im_start|>user:ok\n<|im_start|>assistant:Well, ", parse_special=True)
     expected = model.generate(prompt, **SHORT).text
     assert model.encode_chat(BEGUN) == prompt
     assert model.chat(BEGUN, **SHORT).content == expected
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        found = await both(client, schema, schema.body(BEGUN, **SHORT))
-        assert (found.text, found.prompt_tokens) == (expected, len(prompt))
-
-    run(path, work)
+    found = await both(client, schema, schema.body(BEGUN, **SHORT))
+    assert (found.text, found.prompt_tokens) == (expected, len(prompt))
 
 
 @each(is_chat=True)
-def test_messages_that_cannot_be_continued_are_refused(tmp_path: Path, schema: ApiSchema):
+async def test_messages_that_cannot_be_continued_are_refused(tmp_path: Path, schema: ApiSchema):
     """The causes are calls without results, and a message that the template changes."""
-
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with with_template(tmp_path, HERMES.replace("{{ m.content }}", "{{ m.content | upper }}")) as (
+        client,
+        service,
+    ):
         written(service.model, f"</think>{CALL}")
         _, raw = await schema.whole(client, schema.body(tools=[WEATHER], temperature=0, max_tokens=200))
         called = schema.called(raw, "")[:-1]
@@ -341,8 +314,6 @@ def test_messages_that_cannot_be_continued_are_refused(tmp_path: Path, schema: A
         assert "add the results of the calls" in message
         message = await refused(client, schema, schema.body(BEGUN, **SHORT))
         assert "this model's chat template changes it" in message
-
-    with_template(tmp_path, HERMES.replace("{{ m.content }}", "{{ m.content | upper }}"), work)
 
 
 CITY = {"enum": ["Rome", "Oslo"]}
@@ -354,19 +325,17 @@ def continuing(schema: ApiSchema, begun: str, **more: Any) -> dict[str, Any]:
 
 @each(is_chat=True)
 @pytest.mark.parametrize(("begun", "rest"), [('"Ro', 'me"'), ('"', 'Oslo"'), ('"Rome"', "")])
-def test_a_form_applies_to_a_continued_text_and_its_rest(
+async def test_a_form_applies_to_a_continued_text_and_its_rest(
     tmp_path: Path, schema: ApiSchema, begun: str, rest: str
 ):
     pytest.importorskip("llguidance")
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with with_template(tmp_path, HERMES) as (client, service):
         written(service.model, rest)
         found = await both(client, schema, continuing(schema, begun, form=CITY, **SHORT))
         assert (found.text, found.reason) == (rest, "stop")
         message = await refused(client, schema, schema.body(BEGUN, form=CITY, **SHORT))
         assert "does not begin as the JSON schema of the answer requires" in message
-
-    with_template(tmp_path, HERMES, work)
 
 
 @each(is_chat=True)
@@ -377,42 +346,36 @@ def test_a_form_applies_to_a_continued_text_and_its_rest(
         ("<think>\nTwo.\n</think>\n", '"Rome"', ""),
     ],
 )
-def test_a_form_applies_after_continued_reasoning(
+async def test_a_form_applies_after_continued_reasoning(
     tmp_path: Path, schema: ApiSchema, begun: str, written_text: str, thoughts: str
 ):
     pytest.importorskip("llguidance")
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with with_template(tmp_path, THINKS) as (client, service):
         written(service.model, written_text)
         found = await both(client, schema, continuing(schema, begun, form=CITY, temperature=0))
         assert (found.text, found.reasoning.strip()) == ('"Rome"', thoughts)
 
-    with_template(tmp_path, THINKS, work)
-
 
 @each(is_chat=True, chooses_tools=True)
-def test_a_required_call_follows_a_continued_text(tmp_path: Path, schema: ApiSchema):
+async def test_a_required_call_follows_a_continued_text(tmp_path: Path, schema: ApiSchema):
     pytest.importorskip("llguidance")
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with with_template(tmp_path, HERMES) as (client, service):
         written(service.model, "ok" + CALL[2:])  # not a call without the constraint
         body = schema.body(BEGUN, tools=[WEATHER], choice="any", temperature=0, max_tokens=200)
         found = await both(client, schema, body)
         assert (found.text, found.calls) == ("", [("get_weather", ARGUMENTS)])
 
-    with_template(tmp_path, HERMES, work)
-
 
 @each()
-def test_stop_token_ids_end_the_answer(tmp_path: Path, schema: ApiSchema):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_stop_token_ids_end_the_answer(tmp_path: Path, schema: ApiSchema):
+    async with with_template(tmp_path, HERMES) as (client, service):
         written(service.model, "abcdef")
         body = schema.body(**SHORT)
         found = await both(client, schema, body | {"stop_token_ids": [ord("z"), ord("d")]})
         assert (found.text, found.reason) == ("abc", "stop")
         assert (await both(client, schema, body)).text == "abcdef"
-
-    with_template(tmp_path, HERMES, work)
 
 
 # ---- names of models ----
@@ -421,30 +384,25 @@ NAMES = ("tiny:latest", "tiny[1m]", "gpt-4o-mini", "claude-haiku-4-5-20251001", 
 
 
 @each()
-def test_one_model_answers_to_any_name(path: Path, schema: ApiSchema, caplog: pytest.LogCaptureFixture):
+async def test_one_model_answers_to_any_name(path: Path, schema: ApiSchema, caplog: pytest.LogCaptureFixture):
     body = schema.body(**SHORT)
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(path) as (client, _):
         expected, _ = await schema.whole(client, body)
         for _ in range(2):
             for name in NAMES:
                 found, _ = await schema.whole(client, body | {"model": name})
                 assert found.text == expected.text, name
-
-    run(path, work)
     lines = [record.getMessage() for record in caplog.records if record.name == "hotset.server"]
     assert lines == [f"requests name the model {name!r}; 'tiny' answers them" for name in NAMES[2:]]
 
 
-def test_names_of_models_in_the_log_are_limited(path: Path, caplog: pytest.LogCaptureFixture):
+async def test_names_of_models_in_the_log_are_limited(path: Path, caplog: pytest.LogCaptureFixture):
     """Clients choose the names: the log escapes them and remembers a limited number."""
-
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(path) as (_, service):
         for i in range(MOST_NOTICES + 5):
             assert service.at_once(f"a\n{i}", [], required=True) is service
         assert service.at_once("x" * 10**6, [], required=True) is service
-
-    run(path, work)
     lines = [record.getMessage() for record in caplog.records if record.name == "hotset.server"]
     assert len(lines) <= MOST_NOTICES
     assert max(map(len, lines)) < 500
@@ -455,22 +413,19 @@ def test_names_of_models_in_the_log_are_limited(path: Path, caplog: pytest.LogCa
 
 
 @each()
-def test_wrong_fields_are_refused_by_name(path: Path, schema: ApiSchema):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        body = schema.body(**SHORT)
-        for name, value in (("temperature", -1), ("temperature", "warm"), ("top_p", 1.5)):
-            assert name in await refused(client, schema, schema.body(**SHORT | {name: value}))
-        if not schema.name.startswith("ollama"):  # in Ollama's schema 0 means no limit
-            assert "1, not 0" in await refused(client, schema, schema.body(temperature=0, max_tokens=0))
-        for wrong in (3, {}):
-            assert schema.subject in await refused(client, schema, body | {schema.subject: wrong})
-        reply = await client.post(schema.url, content=b"{")
-        assert (reply.status_code, schema.error(reply)[:8]) == (400, "the body")
-        reply = await client.get(schema.url)
-        assert reply.status_code == 405
-        assert schema.url in schema.error(reply)
-
-    run(path, work)
+async def test_wrong_fields_are_refused_by_name(schema: ApiSchema, client: httpx.AsyncClient):
+    body = schema.body(**SHORT)
+    for name, value in (("temperature", -1), ("temperature", "warm"), ("top_p", 1.5)):
+        assert name in await refused(client, schema, schema.body(**SHORT | {name: value}))
+    if not schema.name.startswith("ollama"):  # in Ollama's schema 0 means no limit
+        assert "1, not 0" in await refused(client, schema, schema.body(temperature=0, max_tokens=0))
+    for wrong in (3, {}):
+        assert schema.subject in await refused(client, schema, body | {schema.subject: wrong})
+    reply = await client.post(schema.url, content=b"{")
+    assert (reply.status_code, schema.error(reply)[:8]) == (400, "the body")
+    reply = await client.get(schema.url)
+    assert reply.status_code == 405
+    assert schema.url in schema.error(reply)
 
 
 FIELDS: dict[str, Any] = {"frobnicate": 3, "num_ctx": 4096, "cache_prompt": "true", "user": 5, "store": False}
@@ -478,63 +433,55 @@ FIELDS: dict[str, Any] = {"frobnicate": 3, "num_ctx": 4096, "cache_prompt": "tru
 
 @pytest.mark.parametrize("stream", [False, True])
 @each()
-def test_ignored_fields_are_named_in_a_header(path: Path, schema: ApiSchema, stream: bool):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        body = schema.body(**SHORT) | {"stream": stream}
-        plain = await client.post(schema.url, json=body)
-        assert "x-hotset-ignored" not in plain.headers
-        reply = await client.post(schema.url, json=body | FIELDS | {"metadata": None})
-        assert reply.status_code == 200, reply.text
-        assert sorted(reply.headers["x-hotset-ignored"].split(", ")) == ["frobnicate", "num_ctx"]
+async def test_ignored_fields_are_named_in_a_header(
+    schema: ApiSchema, stream: bool, client: httpx.AsyncClient
+):
 
-    run(path, work)
+    body = schema.body(**SHORT) | {"stream": stream}
+    plain = await client.post(schema.url, json=body)
+    assert "x-hotset-ignored" not in plain.headers
+    reply = await client.post(schema.url, json=body | FIELDS | {"metadata": None})
+    assert reply.status_code == 200, reply.text
+    assert sorted(reply.headers["x-hotset-ignored"].split(", ")) == ["frobnicate", "num_ctx"]
 
 
 @each()
-def test_a_strict_server_refuses_ignored_fields(path: Path, schema: ApiSchema):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_a_strict_server_refuses_ignored_fields(path: Path, schema: ApiSchema):
+    async with client_of(path, strict_requests=True) as (client, _):
         body = schema.body(**SHORT)
         for name in ("frobnicate", "num_ctx"):
             message = await refused(client, schema, body | {name: 3})
             assert message.startswith(f"the parameter {name} is not supported: ")
         await schema.whole(client, body | {"user": 5})
 
-    run(path, work, strict_requests=True)
-
 
 @each()
-def test_a_prompt_that_is_too_long_is_refused(path: Path, schema: ApiSchema):
+async def test_a_prompt_that_is_too_long_is_refused(schema: ApiSchema, client: httpx.AsyncClient):
     """Check the limit of bytes before tokenization, and the limit of tokens."""
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        n_fitting = 256 if schema.name == "completions" else 245  # with the template's tokens they do not fit
-        words = r"maximum context length is 256 tokens, and the prompt has (\d+) tokens"
-        if schema.name == "messages":
-            words = r"prompt is too long: (\d+) tokens > (?:256|255) maximum"
-        for n in (5000, n_fitting):
-            messages = [{"role": "user", "content": "x" * n}]
-            message = await refused(client, schema, schema.body(messages, **SHORT))
-            found = re.search(words, message)
-            assert found is not None, message
-            assert int(found[1]) >= n
-
-    run(path, work)
+    n_fitting = 256 if schema.name == "completions" else 245  # with the template's tokens they do not fit
+    words = r"maximum context length is 256 tokens, and the prompt has (\d+) tokens"
+    if schema.name == "messages":
+        words = r"prompt is too long: (\d+) tokens > (?:256|255) maximum"
+    for n in (5000, n_fitting):
+        messages = [{"role": "user", "content": "x" * n}]
+        message = await refused(client, schema, schema.body(messages, **SHORT))
+        found = re.search(words, message)
+        assert found is not None, message
+        assert int(found[1]) >= n
 
 
 @each(is_chat=True)
-def test_unknown_roles_are_refused(path: Path, schema: ApiSchema):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        for role in ("wizard", "", 3):
-            messages = [*MESSAGES, {"role": role, "content": "x"}]
-            message = await refused(client, schema, schema.body(messages, **SHORT))
-            assert message.startswith(f"{schema.subject}.1")
-            assert "role" in message
-
-    run(path, work)
+async def test_unknown_roles_are_refused(schema: ApiSchema, client: httpx.AsyncClient):
+    for role in ("wizard", "", 3):
+        messages = [*MESSAGES, {"role": role, "content": "x"}]
+        message = await refused(client, schema, schema.body(messages, **SHORT))
+        assert message.startswith(f"{schema.subject}.1")
+        assert "role" in message
 
 
 @each(is_chat=True)
-def test_pictures_are_refused(path: Path, schema: ApiSchema):
+async def test_pictures_are_refused(schema: ApiSchema, client: httpx.AsyncClient):
     url = {"url": "https://example.org/a.png"}
     picture: dict[str, Any] = {"content": [{"type": "image_url", "image_url": url}]}
     if schema.name == "messages":
@@ -544,33 +491,25 @@ def test_pictures_are_refused(path: Path, schema: ApiSchema):
     elif schema.name == "ollama-chat":
         picture = {"content": "", "images": ["aGk="]}
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        body = schema.body([{"role": "user"} | picture], **SHORT)
-        message = await refused(client, schema, body, 501)
-        assert message.startswith(f"{schema.subject}.0")
-        assert "cannot be read: the model 'tiny' reads and writes only text" in message
-
-    run(path, work)
+    body = schema.body([{"role": "user"} | picture], **SHORT)
+    message = await refused(client, schema, body, 501)
+    assert message.startswith(f"{schema.subject}.0")
+    assert "cannot be read: the model 'tiny' reads and writes only text" in message
 
 
 @each()
-def test_the_servers_limits_apply_to_answers(path: Path, schema: ApiSchema):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_the_servers_limits_apply_to_answers(path: Path, schema: ApiSchema):
+    async with client_of(path, max_tokens=5) as (client, _):
         for limit in ({}, {"max_tokens": 6}, {"max_tokens": 32_000}):
             found = await both(client, schema, schema.body(temperature=0, **limit))
             assert (found.tokens, found.reason) == (5, "length")
-
-    run(path, work, max_tokens=5)
-
-    async def too_long(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(path, max_seconds=0.0) as (client, _):
         assert "longer than this server gives" in await refused(client, schema, schema.body(**SHORT), 503)
-
-    run(path, too_long, max_seconds=0.0)
 
 
 @each()
-def test_a_full_server_and_one_that_shuts_down_refuse_requests(path: Path, schema: ApiSchema):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_a_full_server_and_one_that_shuts_down_refuse_requests(path: Path, schema: ApiSchema):
+    async with client_of(path, max_queue=0) as (client, service):
         gate, step = threading.Event(), service.model.backend.step
 
         def slow(batch: Any) -> Any:
@@ -595,23 +534,21 @@ def test_a_full_server_and_one_that_shuts_down_refuse_requests(path: Path, schem
         assert "shutting down" in await refused(client, schema, schema.body(**SHORT), 503)
         service.stopping = False
 
-    run(path, work, max_queue=0)
-
 
 # ---- answers that do not finish ----
 
 
 @each()
-def test_a_stream_that_fails_ends_with_an_error(path: Path, schema: ApiSchema):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        body = schema.body(stream=True, temperature=0, max_tokens=200)
-        asking = asyncio.create_task(client.post(schema.url, json=body))
-        while not service.n_open:
-            await asyncio.sleep(0)
-        service.end_answers()
-        assert "shut down" in schema.failure((await asking).text)
+async def test_a_stream_that_fails_ends_with_an_error(
+    schema: ApiSchema, client: httpx.AsyncClient, service: Service
+):
 
-    run(path, work)
+    body = schema.body(stream=True, temperature=0, max_tokens=200)
+    asking = asyncio.create_task(client.post(schema.url, json=body))
+    while not service.n_open:
+        await asyncio.sleep(0)
+    service.end_answers()
+    assert "shut down" in schema.failure((await asking).text)
 
 
 @pytest.mark.parametrize("stream", [False, True])

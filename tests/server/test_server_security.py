@@ -253,74 +253,68 @@ def test_nesting_is_limited():
         check_json(b"]]]" + b"[" * 5, 1)
 
 
-def test_slow_bodies_time_out():
-    async def work() -> None:
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            raise AssertionError("nothing came")
+async def test_slow_bodies_time_out():
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("nothing came")
+
+    async def receive() -> Message:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    guard = BodyLimits(app, ServerSettings(max_body_seconds=0.01))
+    began = time.monotonic()
+    await guard(scope, receive, send)
+    assert sent[0]["status"] == 408
+    assert time.monotonic() - began < 30
+
+
+async def test_a_client_gets_half_of_the_free_memory_for_long_bodies():
+    leave = asyncio.Event()
+    reached: list[str] = []
+    refused: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        reached.append(scope["client"][0])
+        await leave.wait()
+
+    guard = BodyLimits(app, ServerSettings(max_held_bytes=1000 << 10))
+
+    async def ask(client: str, n_bytes: int) -> None:
+        parts = [{"type": "http.request", "body": b" " * n_bytes, "more_body": False}]
 
         async def receive() -> Message:
-            await asyncio.sleep(60)
-            raise AssertionError
-
-        sent: list[Message] = []
+            return parts.pop()
 
         async def send(message: Message) -> None:
-            sent.append(message)
+            if message.get("status") == 429:
+                refused.append(client)
 
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-        guard = BodyLimits(app, ServerSettings(max_body_seconds=0.01))
-        began = time.monotonic()
+        headers: list[tuple[bytes, bytes]] = []
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "client": (client, 1)}
         await guard(scope, receive, send)
-        assert sent[0]["status"] == 408
-        assert time.monotonic() - began < 30
 
-    asyncio.run(work())
+    tasks: list[asyncio.Task[None]] = []
 
+    async def asked(client: str, n_bytes: int) -> None:
+        n = len(reached) + len(refused)
+        tasks.append(asyncio.create_task(ask(client, n_bytes)))
+        while len(reached) + len(refused) == n:
+            await asyncio.sleep(0)
 
-def test_a_client_gets_half_of_the_free_memory_for_long_bodies():
-    async def work() -> None:
-        leave = asyncio.Event()
-        reached: list[str] = []
-        refused: list[str] = []
-
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            reached.append(scope["client"][0])
-            await leave.wait()
-
-        guard = BodyLimits(app, ServerSettings(max_held_bytes=1000 << 10))
-
-        async def ask(client: str, n_bytes: int) -> None:
-            parts = [{"type": "http.request", "body": b" " * n_bytes, "more_body": False}]
-
-            async def receive() -> Message:
-                return parts.pop()
-
-            async def send(message: Message) -> None:
-                if message.get("status") == 429:
-                    refused.append(client)
-
-            headers: list[tuple[bytes, bytes]] = []
-            scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "client": (client, 1)}
-            await guard(scope, receive, send)
-
-        tasks: list[asyncio.Task[None]] = []
-
-        async def asked(client: str, n_bytes: int) -> None:
-            n = len(reached) + len(refused)
-            tasks.append(asyncio.create_task(ask(client, n_bytes)))
-            while len(reached) + len(refused) == n:
-                await asyncio.sleep(0)
-
-        for client, size in (("a", 250), ("a", 250), ("a", 70), ("a", 1), ("b", 251), ("b", 250), ("c", 125)):
-            await asked(client, size << 10)
-        assert (reached, refused) == (["a", "a", "a", "b", "c"], ["a", "b"])  # 1 KiB is not long
-        leave.set()
-        await asyncio.gather(*tasks)
-        reached.clear()
-        await asked("a", 500 << 10)
-        assert reached == ["a"]
-
-    asyncio.run(work())
+    for client, size in (("a", 250), ("a", 250), ("a", 70), ("a", 1), ("b", 251), ("b", 250), ("c", 125)):
+        await asked(client, size << 10)
+    assert (reached, refused) == (["a", "a", "a", "b", "c"], ["a", "b"])  # 1 KiB is not long
+    leave.set()
+    await asyncio.gather(*tasks)
+    reached.clear()
+    await asked("a", 500 << 10)
+    assert reached == ["a"]
 
 
 @pytest.mark.parametrize(

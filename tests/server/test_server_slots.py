@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 from full_disk import room_for
-from tiny_server import metrics_of, run
+from tiny_server import client_of, metrics_of
 
 from hotset.backends.base import PAGE_SIZE
+from hotset.server.app import create_app
 from hotset.server.keys import NamedKey
-from hotset.server.service import Service
 
 PROMPT = "a quick brown fox is " * 10  # 210 tokens, and the beginning of a text
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
@@ -33,35 +33,29 @@ async def act(client: httpx.AsyncClient, action: str, slot: int = 0, **body: Any
     return await client.post(f"/slots/{slot}?action={action}", json=body)
 
 
-def test_a_slot_is_saved_restored_and_erased(path: Path, tmp_path: Path) -> None:
-    expected: list[str] = []
-
-    async def first(client: httpx.AsyncClient, _: Service) -> None:
-        expected.append((await ask(client))[0])
+async def test_a_slot_is_saved_restored_and_erased(path: Path, tmp_path: Path) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path)) as (client, _):
+        expected = (await ask(client))[0]
         saved = (await act(client, "save", filename="one.bin")).json()
         n_bytes = (tmp_path / "one.bin").stat().st_size
         assert saved.pop("timings")["save_ms"] > 0
         assert saved == {"id_slot": 0, "filename": "one.bin", "n_saved": 3 * PAGE_SIZE, "n_written": n_bytes}
-
-    async def second(client: httpx.AsyncClient, _: Service) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path)) as (client, _):
         restored = (await act(client, "restore", filename="one.bin")).json()
         assert restored.pop("timings")["restore_ms"] > 0
         n_bytes = (tmp_path / "one.bin").stat().st_size
         assert restored == {
             "id_slot": 0, "filename": "one.bin", "n_restored": 3 * PAGE_SIZE, "n_read": n_bytes,
         }  # fmt: skip
-        assert await ask(client) == (expected[0], 3 * PAGE_SIZE)
+        assert await ask(client) == (expected, 3 * PAGE_SIZE)
         erased = await client.post("/slots/0?action=erase")
         assert erased.json() == {"id_slot": 0, "n_erased": 3 * PAGE_SIZE}
-        assert await ask(client) == (expected[0], 0)
+        assert await ask(client) == (expected, 0)
         assert (await act(client, "erase", 1)).json() == {"id_slot": 1, "n_erased": 0}
 
-    for work in (first, second):
-        run(path, work, slot_save_path=str(tmp_path))
 
-
-def test_a_full_disk_keeps_the_older_file_of_a_slot(path: Path, tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_a_full_disk_keeps_the_older_file_of_a_slot(path: Path, tmp_path: Path) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path)) as (client, _):
         await ask(client)
         assert (await act(client, "save", filename="one.bin")).status_code == 200
         older = (tmp_path / "one.bin").read_bytes()
@@ -75,11 +69,9 @@ def test_a_full_disk_keeps_the_older_file_of_a_slot(path: Path, tmp_path: Path) 
         assert (tmp_path / "one.bin").read_bytes() == older
         assert (await act(client, "save", filename="one.bin")).status_code == 200
 
-    run(path, work, slot_save_path=str(tmp_path))
 
-
-def test_a_request_names_its_slot(path: Path, tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_a_request_names_its_slot(path: Path, tmp_path: Path) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path), load={"n_seqs": 4}) as (client, _):
         await ask(client, id_slot=2)
         await ask(client, prompt="b" * 100, id_slot=-1)
         for slot, n in ((2, 3), (0, 1), (1, 0)):
@@ -89,11 +81,9 @@ def test_a_request_names_its_slot(path: Path, tmp_path: Path) -> None:
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "id_slot")
         assert "this server has 4" in wrong.json()["error"]["message"]
 
-    run(path, work, slot_save_path=str(tmp_path), load={"n_seqs": 4})
 
-
-def test_wrong_requests_are_refused(path: Path, tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_wrong_requests_are_refused(path: Path, tmp_path: Path) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path)) as (client, _):
         await ask(client)
         for name in ("", "../x", "a/b", "/etc/passwd", ".hidden", "a" * 300, "a\n", None):
             reply = await act(client, "save", filename=name)
@@ -121,28 +111,19 @@ def test_wrong_requests_are_refused(path: Path, tmp_path: Path) -> None:
         other = whole[:8] + bytes(16) + whole[24:]
         (tmp_path / "other").write_bytes(other)
         assert (await act(client, "restore", filename="other")).status_code == 400
-
-    run(path, work, slot_save_path=str(tmp_path))
-
-    async def foreign(client: httpx.AsyncClient, _: Service) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path), load={"kv_type": "f32"}) as (client, _):
         (tmp_path / "good").write_bytes(b"")
         await ask(client)
         await act(client, "save", filename="good")
-
-    run(path, foreign, slot_save_path=str(tmp_path), load={"kv_type": "f32"})
-
-    async def again(client: httpx.AsyncClient, _: Service) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path)) as (client, _):
         reply = await act(client, "restore", filename="good")
         assert reply.status_code == 400
         assert "was saved by another model" in reply.json()["error"]["message"]
 
-    run(path, again, slot_save_path=str(tmp_path))
 
-
-def test_saved_slots_have_a_limit(path: Path, tmp_path: Path) -> None:
+async def test_saved_slots_have_a_limit(path: Path, tmp_path: Path) -> None:
     """The limit applies to all files of the folder. A file that is replaced does not count."""
-
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path)) as (client, service):
         await ask(client)
         n_bytes = (await act(client, "save", filename="one")).json()["n_written"]
         disk = -(-n_bytes // 4096) * 4096
@@ -163,13 +144,11 @@ def test_saved_slots_have_a_limit(path: Path, tmp_path: Path) -> None:
         assert (tmp_path / "one").read_bytes() == whole
         assert [one.name for one in tmp_path.iterdir()] == ["one"]
 
-    run(path, work, slot_save_path=str(tmp_path))
 
-
-def test_a_file_of_another_kind_is_not_replaced(path: Path, tmp_path: Path) -> None:
+async def test_a_file_of_another_kind_is_not_replaced(path: Path, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
 
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path)) as (client, _):
         reply = await act(client, "save", filename="model.gguf")
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "filename")
         assert reply.json()["error"]["message"].startswith(
@@ -177,19 +156,17 @@ def test_a_file_of_another_kind_is_not_replaced(path: Path, tmp_path: Path) -> N
         )
         for _ in range(2):
             assert (await act(client, "save", filename="own")).status_code == 200
-
-    run(path, work, slot_save_path=str(tmp_path))
     assert (tmp_path / "model.gguf").read_bytes() == b"GGUF"
 
 
-def test_slots_are_for_keys_that_manage(path: Path, tmp_path: Path) -> None:
+async def test_slots_are_for_keys_that_manage(path: Path, tmp_path: Path) -> None:
     """Otherwise one key could erase another key's slot and replace its files."""
     keys = [
         NamedKey(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), manages=name == "root")
         for name in ("alice", "root")
     ]
 
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path), named_keys=tuple(keys)) as (client, _):
         for name, status in (("alice", 403), ("root", 200)):
             for action in ("save", "restore", "erase"):
                 reply = await client.post(
@@ -199,29 +176,22 @@ def test_slots_are_for_keys_that_manage(path: Path, tmp_path: Path) -> None:
                 )
                 assert reply.status_code == status, reply.text
 
-    run(path, work, slot_save_path=str(tmp_path), named_keys=tuple(keys))
 
-
-def test_without_keys_only_this_machine_may_use_slots(path: Path, tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
-        transport = httpx.ASGITransport(client._transport.app, client=("10.0.0.5", 7))  # type: ignore[attr-defined]
+async def test_without_keys_only_this_machine_may_use_slots(path: Path, tmp_path: Path) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path)) as (client, service):
+        transport = httpx.ASGITransport(create_app(service), client=("10.0.0.5", 7))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as remote:
             assert [(await act(one, "erase")).status_code for one in (client, remote)] == [200, 403]
 
-    run(path, work, slot_save_path=str(tmp_path))
+
+async def test_without_a_folder_nothing_is_saved(client: httpx.AsyncClient) -> None:
+    reply = await act(client, "save", filename="x")
+    assert reply.status_code == 501
+    assert "--slot-save-path" in reply.json()["error"]["message"]
 
 
-def test_without_a_folder_nothing_is_saved(path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
-        reply = await act(client, "save", filename="x")
-        assert reply.status_code == 501
-        assert "--slot-save-path" in reply.json()["error"]["message"]
-
-    run(path, work)
-
-
-def test_a_model_that_does_not_only_use_the_cpu_is_refused(path: Path, tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_a_model_that_does_not_only_use_the_cpu_is_refused(path: Path, tmp_path: Path) -> None:
+    async with client_of(path, slot_save_path=str(tmp_path), load={"device": "reference"}) as (client, _):
         assert (await ask(client))[0]
         reply = await act(client, "save", filename="x")
         assert reply.status_code == 501
@@ -229,22 +199,18 @@ def test_a_model_that_does_not_only_use_the_cpu_is_refused(path: Path, tmp_path:
             "--slot-save-path needs the whole model on this machine's CPU" in reply.json()["error"]["message"]
         )
 
-    run(path, work, slot_save_path=str(tmp_path), load={"device": "reference"})
 
-
-def test_answers_after_a_restart_are_the_same_and_counted(path: Path, tmp_path: Path) -> None:
+async def test_answers_after_a_restart_are_the_same_and_counted(path: Path, tmp_path: Path) -> None:
     found: list[tuple[str, int]] = []
     counted: list[dict[str, float]] = []
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
-        found.append(await ask(client))
-        cache = service.model.engine.scheduler.prompt_cache
-        assert cache is not None
-        await service.in_thread(cache.flush)
-        counted.append(await metrics_of(client))
-
     for _ in range(2):
-        run(path, work, load={"cache_dir": tmp_path, "cache_disk": "100M"})
+        async with client_of(path, load={"cache_dir": tmp_path, "cache_disk": "100M"}) as (client, service):
+            found.append(await ask(client))
+            cache = service.model.engine.scheduler.prompt_cache
+            assert cache is not None
+            await service.in_thread(cache.flush)
+            counted.append(await metrics_of(client))
     assert found == [(found[0][0], 0), (found[0][0], 3 * PAGE_SIZE)]
     first, second = counted
     assert first["hotset_prompt_cache_blocks_written_total"] == 3
@@ -254,24 +220,19 @@ def test_answers_after_a_restart_are_the_same_and_counted(path: Path, tmp_path: 
     assert second["hotset_prompt_cache_blocks_written_total"] == 0
 
 
-def test_several_clients_get_the_same_answers_after_a_restart(path: Path, tmp_path: Path) -> None:
+async def test_several_clients_get_the_same_answers_after_a_restart(path: Path, tmp_path: Path) -> None:
     prompts = ["{} {}".format("shared beginning " * 8, letter * 60) for letter in "abcdefgh"]
     found: list[list[tuple[str, int]]] = []
 
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
-        asked = [ask(client, prompt=prompt, temperature=1, seed=3) for prompt in prompts]
-        found.append(list(await asyncio.gather(*asked)))
-
     for _ in range(2):
-        run(path, work, load={"cache_dir": tmp_path, "n_seqs": 16})
+        async with client_of(path, load={"cache_dir": tmp_path, "n_seqs": 16}) as (client, _):
+            asked = [ask(client, prompt=prompt, temperature=1, seed=3) for prompt in prompts]
+            found.append(list(await asyncio.gather(*asked)))
     first, second = found
     assert [text for text, _ in first] == [text for text, _ in second]
     assert all(cached == 3 * PAGE_SIZE for _, cached in second)
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])
-def test_another_method_is_refused(path: Path, method: str) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
-        assert (await client.request(method, "/slots/0")).status_code == 405
-
-    run(path, work)
+async def test_another_method_is_refused(method: str, client: httpx.AsyncClient) -> None:
+    assert (await client.request(method, "/slots/0")).status_code == 405

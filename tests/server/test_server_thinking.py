@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from api_schemas import SCHEMAS, ApiSchema
-from tiny_server import MESSAGES, client_of, write_model
+from tiny_server import MESSAGES, with_template
 from tool_models import HERMES, THINKS, written
 
 from hotset.server.ignored import HEADER
-from hotset.server.service import Service
 
 pytest.importorskip("llguidance")
 
@@ -23,26 +19,6 @@ CHATS = [schema for schema in SCHEMAS if schema.is_chat]
 TEXT = "a long thought that has no end, and goes on and on, and on and on, and on and on and on and on"
 SWITCH = THINKS.replace("not closed", "enable_thinking is not false")
 PARAMS = {"temperature": 0, "max_tokens": 60}
-
-
-def run(
-    tmp_path: Path,
-    template: str,
-    work: Callable[[httpx.AsyncClient, Service], Awaitable[None]],
-    **options: Any,
-) -> None:
-    n_ctx = options.pop("n_ctx", 2048)
-    keys = {"tokenizer.chat_template": template, "llama.context_length": 2048}
-    path = write_model(tmp_path / "tiny.gguf", **keys)
-
-    async def whole() -> None:
-        async with client_of(path, load={"n_ctx": n_ctx} | options.pop("load", {}), **options) as (
-            client,
-            service,
-        ):
-            await work(client, service)
-
-    asyncio.run(whole())
 
 
 # How each schema's clients limit the reasoning to 8 tokens.
@@ -55,8 +31,8 @@ BUDGETS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("schema", CHATS, ids=repr)
-def test_the_answer_begins_when_the_budget_is_used_up(tmp_path: Path, schema: ApiSchema) -> None:
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_the_answer_begins_when_the_budget_is_used_up(tmp_path: Path, schema: ApiSchema) -> None:
+    async with with_template(tmp_path, THINKS) as (client, service):
         written(service.model, TEXT)
         for given in BUDGETS.get(schema.name, [{"reasoning_budget_tokens": 8}]):
             body = schema.body(**PARAMS)
@@ -70,13 +46,12 @@ def test_the_answer_begins_when_the_budget_is_used_up(tmp_path: Path, schema: Ap
             assert found.tokens == 60
             assert found.reasoning_tokens in (None, *range(8, n + 1))
 
-    run(tmp_path, THINKS, work)
 
-
-def test_the_servers_budget_and_its_message(tmp_path: Path) -> None:
+async def test_the_servers_budget_and_its_message(tmp_path: Path) -> None:
     """A request may set another budget, and -1 removes the limit."""
-
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with with_template(
+        tmp_path, THINKS, reasoning_budget=6, reasoning_budget_message=" That is enough."
+    ) as (client, service):
         written(service.model, TEXT)
 
         async def reasoning(**more: Any) -> str:
@@ -90,11 +65,9 @@ def test_the_servers_budget_and_its_message(tmp_path: Path) -> None:
         assert await reasoning(reasoning_effort="max") == TEXT[:60].strip()
         assert await reasoning(reasoning_budget_tokens=0) == ""
 
-    run(tmp_path, THINKS, work, reasoning_budget=6, reasoning_budget_message=" That is enough.")
 
-
-def test_each_answer_to_a_request_has_its_own_budget(tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_each_answer_to_a_request_has_its_own_budget(tmp_path: Path) -> None:
+    async with with_template(tmp_path, THINKS) as (client, _):
         body = {"messages": MESSAGES, "n": 3, "seed": 4, "max_tokens": 40, "reasoning_budget_tokens": 5}
         bias = {str(id): -100 for id in range(259) if not 97 <= id < 123}
         one = (await client.post("/v1/chat/completions", json=body | {"logit_bias": bias})).json()
@@ -104,22 +77,18 @@ def test_each_answer_to_a_request_has_its_own_budget(tmp_path: Path) -> None:
         assert [len(message["reasoning_content"]) for message in messages] == [5, 5, 5]
         assert len({message["content"] for message in messages}) == 3
 
-    run(tmp_path, THINKS, work)
 
-
-def test_continued_reasoning_counts(tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_continued_reasoning_counts(tmp_path: Path) -> None:
+    async with with_template(tmp_path, HERMES + "{# </think> #}") as (client, service):
         written(service.model, TEXT)
         begun = [*MESSAGES, {"role": "assistant", "content": "<think>12345"}]
         body = {"messages": begun, **PARAMS, "reasoning_budget_tokens": 8}
         message = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
         assert message["reasoning_content"] == TEXT[:3]
 
-    run(tmp_path, HERMES + "{# </think> #}", work)
 
-
-def test_a_schema_follows_when_the_budget_is_used_up(tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_a_schema_follows_when_the_budget_is_used_up(tmp_path: Path) -> None:
+    async with with_template(tmp_path, THINKS) as (client, service):
         schema = {
             "type": "object",
             "properties": {"a": {"type": "boolean"}},
@@ -134,20 +103,17 @@ def test_a_schema_follows_when_the_budget_is_used_up(tmp_path: Path) -> None:
         assert len(message["reasoning_content"]) == 12
         assert re.fullmatch(r'\{\s*"a"\s*:\s*(true|false)\s*\}', message["content"])
 
-    run(tmp_path, THINKS, work)
-
 
 @pytest.mark.parametrize("off", [{"enable_thinking": False}, {"reasoning_budget_tokens": 0}])
-def test_without_reasoning_a_form_applies_from_the_first_token(tmp_path: Path, off: dict[str, Any]) -> None:
+async def test_without_reasoning_a_form_applies_from_the_first_token(
+    tmp_path: Path, off: dict[str, Any]
+) -> None:
     """This includes a form that begins like reasoning."""
-
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with with_template(tmp_path, SWITCH) as (client, _):
         body = {"messages": MESSAGES, **PARAMS, "regex": "<think>ab</think>c[de]"}
         message = (await client.post("/v1/chat/completions", json=body | off)).json()["choices"][0]["message"]
         assert message["content"] in ("<think>ab</think>cd", "<think>ab</think>ce")
         assert not message.get("reasoning_content")
-
-    run(tmp_path, SWITCH, work)
 
 
 EFFORTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -166,13 +132,13 @@ EFFORTS: dict[str, tuple[dict[str, Any], str]] = {
         (HERMES + "{# reasoning_effort #}", True), (HERMES + "{# thinking_effort #}", True),
     ],
 )  # fmt: skip
-def test_an_effort_without_effect_is_reported(
+async def test_an_effort_without_effect_is_reported(
     tmp_path: Path, schema: ApiSchema, template: str, is_heeded: bool
 ) -> None:
     given, name = EFFORTS[schema.name]
     is_budget = "budget" in str(given)
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with with_template(tmp_path, template) as (client, _):
         body = schema.body(temperature=0, max_tokens=4)
         reply = await client.post(schema.url, json=body | given)
         heeded = template == THINKS if is_budget else is_heeded
@@ -180,16 +146,12 @@ def test_an_effort_without_effect_is_reported(
         off = {"thinking": {"type": "disabled"}} if is_budget else {"reasoning_effort": "none"}
         assert HEADER not in (await client.post(schema.url, json=body | off)).headers
 
-    run(tmp_path, template, work)
 
-
-def test_an_effort_for_a_prompt_without_a_template_is_reported(tmp_path: Path) -> None:
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_an_effort_for_a_prompt_without_a_template_is_reported(tmp_path: Path) -> None:
+    async with with_template(tmp_path, THINKS) as (client, _):
         body = {"prompt": "a", "max_tokens": 2, "reasoning_effort": "low", "reasoning_budget_tokens": 9}
         reply = await client.post("/v1/completions", json=body)
         assert reply.headers[HEADER] == "reasoning_effort"
-
-    run(tmp_path, THINKS, work)
 
 
 # ---- conversations that are too long ----
@@ -207,8 +169,8 @@ TRUNCATES = {"chat": {"truncation": "auto"}, "responses": {"truncation": "auto"}
 
 
 @pytest.mark.parametrize("schema", [one for one in CHATS if one.name in TRUNCATES], ids=repr)
-def test_the_oldest_turns_are_dropped(tmp_path: Path, schema: ApiSchema) -> None:
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_the_oldest_turns_are_dropped(tmp_path: Path, schema: ApiSchema) -> None:
+    async with with_template(tmp_path, HERMES, n_ctx=512) as (client, _):
         body = schema.body(long_talk(20), max_tokens=4, temperature=0) | TRUNCATES[schema.name]
         reply = await client.post(schema.url, json=body)
         assert reply.status_code == 200, reply.text
@@ -223,5 +185,3 @@ def test_the_oldest_turns_are_dropped(tmp_path: Path, schema: ApiSchema) -> None
         reply = await client.post(schema.url, json=refused)
         assert reply.status_code == 400
         assert "maximum context length is 512 tokens" in schema.error(reply)
-
-    run(tmp_path, HERMES, work, n_ctx=512)

@@ -6,19 +6,15 @@ can be tested. With a constraint, the tiny model writes its own text.
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from cases import quick_are
-from tiny_server import MESSAGES, client_of, events_of, write_model
+from tiny_server import MESSAGES, events_of, with_template
 from tool_models import CALL, CLOCK, HERMES, THINKS, WEATHER, written
-
-from hotset.server.service import Service
 
 pytest.importorskip("llguidance")
 
@@ -31,17 +27,6 @@ QWEN_CALL = (
     "</parameter>\n</function>\n</tool_call>"
 )
 PARAMS = {"temperature": 0, "max_tokens": 120}
-
-
-def run(tmp_path: Path, template: str, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]]) -> None:
-    keys = {"tokenizer.chat_template": template, "llama.context_length": 2048}
-    path = write_model(tmp_path / "tiny.gguf", **keys)
-
-    async def whole() -> None:
-        async with client_of(path, load={"n_ctx": 2048}) as (client, service):
-            await work(client, service)
-
-    asyncio.run(whole())
 
 
 async def both(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
@@ -100,8 +85,8 @@ async def both(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_calls_in_the_form_of_the_model(tmp_path: Path, template: str, text: str):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_calls_in_the_form_of_the_model(tmp_path: Path, template: str, text: str):
+    async with with_template(tmp_path, template) as (client, service):
         written(service.model, text)
         found = await both(client, tools=[WEATHER, CLOCK], max_tokens=400)
         assert [call["name"] for call in found["calls"]] == ["get_weather"] * 2
@@ -114,11 +99,9 @@ def test_calls_in_the_form_of_the_model(tmp_path: Path, template: str, text: str
         assert json.loads(one["calls"][0]["arguments"])["city"] == "Rome"
         assert one["reason"] == "tool_calls"
 
-    run(tmp_path, template, work)
 
-
-def test_without_tools_or_with_none_a_call_is_text(tmp_path: Path):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_without_tools_or_with_none_a_call_is_text(tmp_path: Path):
+    async with with_template(tmp_path, HERMES) as (client, service):
         written(service.model, CALL)
         for body in ({}, {"tools": [WEATHER], "tool_choice": "none"}, {"tools": []}):
             found = await both(client, **body)
@@ -126,35 +109,28 @@ def test_without_tools_or_with_none_a_call_is_text(tmp_path: Path):
         prompt = await client.post(COMPLETIONS, json={"prompt": "a", "stop": "zz"} | PARAMS)
         assert prompt.json()["choices"][0]["text"] == CALL
 
-    run(tmp_path, HERMES, work)
-
 
 @pytest.mark.parametrize("bad", ['{"city": ', "[1, 2", '{"city": "Rome",}', "nonsense", '{"a": "\\'])
-def test_arguments_that_are_not_json_are_passed_on(tmp_path: Path, bad: str):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_arguments_that_are_not_json_are_passed_on(tmp_path: Path, bad: str):
+    async with with_template(tmp_path, HERMES) as (client, service):
         written(service.model, f'<tool_call>\n{{"name": "get_weather", "arguments": {bad}')
         found = await both(client, tools=[WEATHER])
         assert found["reason"] in ("tool_calls", "stop")
         assert found["calls"] or found["content"]
 
-    run(tmp_path, HERMES, work)
 
-
-def test_a_truncated_call(tmp_path: Path):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_a_truncated_call(tmp_path: Path):
+    async with with_template(tmp_path, HERMES) as (client, service):
         written(service.model, CALL)
         found = await both(client, tools=[WEATHER], max_tokens=60)
         assert found["reason"] == "length"
         assert found["calls"][0]["arguments"].startswith('{"city')
 
-    run(tmp_path, HERMES, work)
-
 
 @pytest.mark.parametrize("template", quick_are((HERMES,), [HERMES, LLAMA, MISTRAL, QWEN]))
-def test_a_required_function_is_called(tmp_path: Path, template: str):
+async def test_a_required_function_is_called(tmp_path: Path, template: str):
     """Use a model with random parameters, whose text still fits the schema."""
-
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with with_template(tmp_path, template) as (client, _):
         named = {"type": "function", "function": {"name": "get_weather"}}
         for choice, tools in ((named, [CLOCK, WEATHER]), ("required", [WEATHER])):
             for seed in (1, 2, 3):
@@ -177,33 +153,26 @@ def test_a_required_function_is_called(tmp_path: Path, template: str):
                 assert json.loads(call["arguments"]).keys() == {"city", "days"}
         assert called == {"clock", "get_weather"}
 
-    run(tmp_path, template, work)
 
-
-def test_strict_tools_with_a_free_choice(tmp_path: Path):
+async def test_strict_tools_with_a_free_choice(tmp_path: Path):
     """A call follows the schema from its beginning; other text is free."""
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
-
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with with_template(tmp_path, HERMES) as (client, service):
         script = 'Well.<tool_call>\n{"name": "get_weather", "arguments": {"town": "Paris"}}\n</tool_call>'
         written(service.model, script)
         found = await both(client, tools=[strict, CLOCK], max_tokens=300)
         assert found["content"] == "Well."
         arguments = json.loads(found["calls"][0]["arguments"])
         assert arguments.keys() == {"city", "days"}
-
-    run(tmp_path, HERMES, work)
-
-    async def left_to_the_model(client: httpx.AsyncClient, service: Service) -> None:
+    async with with_template(tmp_path, LLAMA) as (client, service):
         written(service.model, '{"name": "get_weather", "parameters": {"town": "Paris"}}')
         found = await both(client, tools=[strict], max_tokens=300)
         assert json.loads(found["calls"][0]["arguments"]) == {"town": "Paris"}
 
-    run(tmp_path, LLAMA, left_to_the_model)
 
+async def test_wrong_tools_are_refused(tmp_path: Path):
+    async with with_template(tmp_path, HERMES) as (client, _):
 
-def test_wrong_tools_are_refused(tmp_path: Path):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
         async def refused(**body: Any) -> str:
             reply = await client.post(CHAT, json={"messages": MESSAGES} | PARAMS | body)
             assert reply.status_code == 400, reply.text
@@ -219,11 +188,12 @@ def test_wrong_tools_are_refused(tmp_path: Path):
             tools=[broken], tool_choice="required"
         )
 
-    run(tmp_path, HERMES, work)
 
-
-def test_a_template_without_tools_gets_them_as_text(tmp_path: Path):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_a_template_without_tools_gets_them_as_text(tmp_path: Path):
+    async with with_template(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}") as (
+        client,
+        service,
+    ):
         body = {"tools": [WEATHER], "parallel_tool_calls": False}
         required = await both(client, **body, tool_choice="required", temperature=1.5, seed=1, max_tokens=400)
         assert json.loads(required["calls"][0]["arguments"]).keys() == {"city", "days"}
@@ -237,11 +207,9 @@ def test_a_template_without_tools_gets_them_as_text(tmp_path: Path):
         ]
         assert found["usage"]["prompt_tokens"] > plain + len(WEATHER["function"]["name"])
 
-    run(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}", work)
 
-
-def test_reasoning_is_separate(tmp_path: Path):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_reasoning_is_separate(tmp_path: Path):
+    async with with_template(tmp_path, THINKS) as (client, service):
         written(service.model, f"Hmm, hm.\n</think>\n\nYes.\n{CALL}")
         found = await both(client, tools=[WEATHER])
         assert (found["reasoning"], found["content"]) == ("Hmm, hm.", "Yes.")
@@ -252,30 +220,22 @@ def test_reasoning_is_separate(tmp_path: Path):
         plain = await both(client, chat_template_kwargs={"closed": True})
         assert plain["reasoning"] is None
 
-    run(tmp_path, THINKS, work)
 
-
-def test_reasoning_effort_reaches_the_template(tmp_path: Path):
+async def test_reasoning_effort_reaches_the_template(tmp_path: Path):
     """A template that does not use the effort ignores it; the other one writes it."""
-
-    async def accepted(client: httpx.AsyncClient, service: Service) -> None:
-        for effort in ("none", "low", "max"):
-            await both(client, reasoning_effort=effort, max_tokens=1)
-
     for template in (HERMES, "{{ reasoning_effort }}"):
-        run(tmp_path, template, accepted)
+        async with with_template(tmp_path, template) as (client, _):
+            for effort in ("none", "low", "max"):
+                await both(client, reasoning_effort=effort, max_tokens=1)
     told = "{{ enable_thinking }}/{{ reasoning_effort }}"
-
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with with_template(tmp_path, told) as (client, _):
         for effort, text in (("none", "False/"), ("high", "True/high"), ("xhigh", "True/high")):
             found = await both(client, reasoning_effort=effort, max_tokens=1)
             assert found["usage"]["prompt_tokens"] == 1 + len(text)
 
-    run(tmp_path, told, work)
 
-
-def test_reasoning_before_a_form_is_unconstrained(tmp_path: Path):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_reasoning_before_a_form_is_unconstrained(tmp_path: Path):
+    async with with_template(tmp_path, THINKS) as (client, service):
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
         form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
         written(service.model, 'Hmm {"b".\n</think>\n\n{"a": 3}')
@@ -287,10 +247,8 @@ def test_reasoning_before_a_form_is_unconstrained(tmp_path: Path):
         assert found["reasoning"] == "Hmm."
         assert json.loads(found["calls"][0]["arguments"]) == {"city": "Rome", "days": 2}
 
-    run(tmp_path, THINKS, work)
 
-
-def test_forms_of_answers(tmp_path: Path):
+async def test_forms_of_answers(tmp_path: Path):
     """The tiny model's text follows the form for every seed."""
     schema = {
         "type": "object",
@@ -300,7 +258,7 @@ def test_forms_of_answers(tmp_path: Path):
     }
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with with_template(tmp_path, HERMES) as (client, _):
         for seed in range(6):
             draw = {"temperature": 1.5, "seed": seed}
             found = json.loads((await both(client, response_format=form, **draw))["content"])
@@ -317,19 +275,17 @@ def test_forms_of_answers(tmp_path: Path):
         assert found["content"].lstrip().startswith("{")
         assert (await both(client, response_format={"type": "text"}, max_tokens=3))["reason"] == "length"
 
-    run(tmp_path, HERMES, work)
-
 
 ROMAN = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"],
          "additionalProperties": False}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", [CALL, '{"city": "Rome"}'])
-def test_tools_together_with_a_form_of_the_answer(tmp_path: Path, text: str):
+async def test_tools_together_with_a_form_of_the_answer(tmp_path: Path, text: str):
     """The model calls a tool or answers in the form."""
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": ROMAN}}
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    async with with_template(tmp_path, HERMES) as (client, service):
         must = {"tools": [WEATHER], "tool_choice": "required", "response_format": form}
         assert (await both(client, **must))["calls"]
         free = await both(client, tools=[WEATHER], response_format=form, tool_choice="none")
@@ -341,11 +297,9 @@ def test_tools_together_with_a_form_of_the_answer(tmp_path: Path, text: str):
         )
         assert text == CALL or one["content"] == text
 
-    run(tmp_path, HERMES, work)
 
-
-def test_wrong_forms_are_refused(tmp_path: Path):
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+async def test_wrong_forms_are_refused(tmp_path: Path):
+    async with with_template(tmp_path, HERMES) as (client, _):
         for body in (
             {"response_format": {"type": "json_schema"}}, {"response_format": {"type": "xml"}},
             {
@@ -359,5 +313,3 @@ def test_wrong_forms_are_refused(tmp_path: Path):
         ):  # fmt: skip
             reply = await client.post(CHAT, json={"messages": MESSAGES} | PARAMS | body)
             assert reply.status_code == 400, (body, reply.text)
-
-    run(tmp_path, HERMES, work)

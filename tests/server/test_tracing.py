@@ -13,17 +13,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-from tiny_server import client_of, run
+from tiny_server import client_of
 from waiting import WATCHDOG, until
 
 import hotset
 from hotset.cli import serve
 from hotset.cli.serve import ServerOptions
-from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
@@ -105,8 +103,13 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     collector.close()
 
 
-def test_a_span_has_the_content_of_a_log_line(path: Path, tmp_path: Path, collector: Collector) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_a_span_has_the_content_of_a_log_line(path: Path, tmp_path: Path, collector: Collector) -> None:
+    log = tmp_path / "log"
+    began = time.time_ns()
+    async with client_of(path, request_log=str(log), otlp_traces_endpoint=f"{collector.url}/custom/path") as (
+        client,
+        _,
+    ):
         parent = {"x-request-id": "mine-1", "traceparent": f"00-{TRACE}-{PARENT}-01"}
         await client.post("/v1/completions", json=BODY | {"n": 2, "top_k": 7}, headers=parent)
         stream = {"messages": [{"role": "user", "content": "secret words"}], "stream": True} | GREEDY
@@ -116,10 +119,6 @@ def test_a_span_has_the_content_of_a_log_line(path: Path, tmp_path: Path, collec
         await client.post("/v1/messages", json={"model": "secret model", "max_tokens": 3, "messages": []})
         await client.get("/health")
         await client.get("/metrics")
-
-    log = tmp_path / "log"
-    began = time.time_ns()
-    run(path, work, request_log=str(log), otlp_traces_endpoint=f"{collector.url}/custom/path")
     lines = [json.loads(line) for line in log.read_text().splitlines()][:5]
     assert not any(b"secret" in body for body in collector.bodies)
     assert set(collector.paths) == {"/custom/path"}
@@ -162,30 +161,29 @@ def test_a_span_has_the_content_of_a_log_line(path: Path, tmp_path: Path, collec
     assert not spans[1].parent_span_id
 
 
-def test_a_fault_of_the_server_is_an_error_in_the_span(path: Path, collector: Collector) -> None:
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+async def test_a_fault_of_the_server_is_an_error_in_the_span(path: Path, collector: Collector) -> None:
+    async with client_of(path, otlp_traces_endpoint=f"{collector.url}?tenant=a", max_seconds=0.0) as (
+        client,
+        _,
+    ):
         assert (await client.post("/v1/completions", json=BODY)).status_code == 503
         await client.post("/v1/completions", json=BODY, headers={"traceparent": "00-" + "z" * 9000})
-
-    run(path, work, otlp_traces_endpoint=f"{collector.url}?tenant=a", max_seconds=0.0)
     assert [span.status.code for span in collector.spans] == [Status.STATUS_CODE_ERROR] * 2
     assert not collector.spans[1].parent_span_id, "which was none"
     assert collector.paths[0] == "/v1/traces?tenant=a"
 
 
-def test_opentelemetrys_environment_variables_take_effect(
+async def test_opentelemetrys_environment_variables_take_effect(
     path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20k")
 
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+    async with client_of(path, otlp_traces_endpoint=collector.url + "/") as (client, _):
         await client.post("/v1/completions", json=BODY)
         unsampled = {"traceparent": f"00-{TRACE}-{PARENT}-00"}  # its parent is not sampled
         await client.post("/v1/completions", json=BODY, headers=unsampled)
-
-    run(path, work, otlp_traces_endpoint=collector.url + "/")
     assert collector.resource["service.name"] == "mine"
     assert collector.resource["deployment.environment.name"] == "test"
     assert collector.headers[0]["authorization"] == "Bearer k"
@@ -218,15 +216,14 @@ def test_a_collector_that_refuses_loses_only_spans(
     ]
 
 
-def test_a_collector_that_hangs_does_not_delay_answers(path: Path, collector: Collector) -> None:
+async def test_a_collector_that_hangs_does_not_delay_answers(path: Path, collector: Collector) -> None:
     collector.open.clear()
 
-    async def work(client: httpx.AsyncClient, _: Service) -> None:
+    # the server ends too
+    async with client_of(path, otlp_traces_endpoint=collector.url) as (client, _):
         for _ in range(3):
             assert (await client.post("/v1/completions", json=BODY)).status_code == 200
         assert not collector.bodies
-
-    run(path, work, otlp_traces_endpoint=collector.url)  # the server ends too
     assert not collector.spans
 
 

@@ -316,7 +316,7 @@ def test_drawn_inputs_are_spread_as_the_norm_makes_them(
 ) -> None:
     """Check that inputs have a layer norm's bias as mean and its weights as width (to 5 standard errors)."""
     monkeypatch.setattr(
-        "hotset.sparsity.calibration._N_DRAWN", 20_000
+        "hotset.sparsity.calibration.N_DRAWN", 20_000
     )  # so that the error is small compared with a bias
     gguf = model(tmp_path / "model.gguf", architecture, dialect="powerinfer")
     config = config_from_gguf(gguf)

@@ -264,7 +264,6 @@ def test_trace_and_replay(tmp_path: Path, mode: str) -> None:
     text.write_text(TEXT)
     how = ["--sparsity", "exact"] if mode == "exact" else []  # the file has predictors
     done = inside("trace", model, "-f", text, "-c", 64, "--json", *how)
-    assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     trace = open_trace(trace_path(model))
     assert isinstance(trace, NeuronTrace)
@@ -272,16 +271,13 @@ def test_trace_and_replay(tmp_path: Path, mode: str) -> None:
     assert facts["n_neurons"] == list(trace.n_neurons)
     assert facts["token_cycle"] == trace.token_cycle
     done = inside("trace", "--replay", trace_path(model), "--rows", 0.0001, "--rows", 0.001, "--json")
-    assert done.returncode == 0, done.stderr
     points = json.loads(done.stdout)["points"]
     assert [point["n_bytes"] for point in points] == [int(0.0001 * 2**30), int(0.001 * 2**30)]
     done = inside("trace", "--replay", trace_path(model))
-    assert done.returncode == 0, done.stderr
     assert "read" in done.stdout
     assert "budget: what --ram-budget does" in done.stderr
-    done = inside("trace", model, "-f", text, "--rows", 1, "-o", tmp_path / "x")
-    assert done.returncode == 2
-    done = inside("trace", model, "-f", text, "--sparsity", "dense", "-o", tmp_path / "x")
+    inside("trace", model, "-f", text, "--rows", 1, "-o", tmp_path / "x", returns=2)
+    done = inside("trace", model, "-f", text, "--sparsity", "dense", "-o", tmp_path / "x", returns=None)
     assert (done.returncode, "nothing to trace" in done.stderr) == (1, True)
 
 
@@ -290,7 +286,7 @@ def test_run_under_a_budget_has_the_predicted_hits(tmp_path: Path, monkeypatch: 
     from hotset.placement import ram
 
     monkeypatch.setattr(ram, "own_memory", lambda: 0)
-    monkeypatch.setattr(ram, "_PROGRAM", 0)
+    monkeypatch.setattr(ram, "PROGRAM", 0)
     model = write_sparse(tmp_path / "m.gguf")
     settings: dict[str, Any] = {"n_ctx": PAGE_SIZE, "device": "cpu", "max_batch": 1}
     with hotset.load(model, **settings, ram_budget=0.5) as roomy:

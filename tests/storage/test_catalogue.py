@@ -7,10 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import huggingface_hub.constants
-import huggingface_hub.file_download
 import pytest
 from fake_hub import FakeHub
 from paths import ROOT
@@ -24,17 +21,8 @@ DATA = b"GGUF" + bytes(2000)
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    with FakeHub() as fake:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", fake.url)
-        template = fake.url + "/{repo_id}/resolve/{revision}/{filename}"
-        for module in (huggingface_hub.constants, huggingface_hub.file_download):
-            if hasattr(module, "HUGGINGFACE_CO_URL_TEMPLATE"):
-                monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        yield fake
+def served(home: Path, hub: FakeHub) -> FakeHub:
+    return hub
 
 
 def test_entries_are_well_formed() -> None:

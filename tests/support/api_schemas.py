@@ -177,14 +177,16 @@ class _OpenAI(ApiSchema):
     error_reply = shapes.OpenAIErrorReply
     sampling = _OF_OPENAI
     usage_wanted: ClassVar = {"stream_options": {"include_usage": True}}
+    usage_names = ("prompt_tokens", "completion_tokens")
 
     def usage(self, usage: Json) -> Json:
-        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        before, after = self.usage_names
+        assert usage["total_tokens"] == usage[before] + usage[after]
         return {
-            "prompt_tokens": usage["prompt_tokens"],
-            "tokens": usage["completion_tokens"],
-            "cached": usage["prompt_tokens_details"]["cached_tokens"],
-            "reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"],
+            "prompt_tokens": usage[before],
+            "tokens": usage[after],
+            "cached": usage[f"{before}_details"]["cached_tokens"],
+            "reasoning_tokens": usage[f"{after}_details"]["reasoning_tokens"],
         }
 
     def chunks(self, text: str) -> tuple[list[Json], Json]:
@@ -291,6 +293,7 @@ class Responses(_OpenAI):
         "logprobs": "top_logprobs",
     }  # fmt: skip
     usage_wanted: ClassVar = {}
+    usage_names = ("input_tokens", "output_tokens")
 
     def tool(self, tool: Json) -> Json:
         return {"type": "function", "strict": None, **tool["function"]}
@@ -305,15 +308,6 @@ class Responses(_OpenAI):
     def called(self, raw: Json, result: str) -> list[Json]:
         call_id = raw["output"][-1]["call_id"]
         return [*raw["output"], {"type": "function_call_output", "call_id": call_id, "output": result}]
-
-    def usage(self, usage: Json) -> Json:
-        assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
-        return {
-            "prompt_tokens": usage["input_tokens"],
-            "tokens": usage["output_tokens"],
-            "cached": usage["input_tokens_details"]["cached_tokens"],
-            "reasoning_tokens": usage["output_tokens_details"]["reasoning_tokens"],
-        }
 
     def read(self, raw: Json) -> Found:
         found = Found(**self.usage(raw["usage"]))

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from fake_backend import FakeBackend
+from fake_backend import FakeBackend, drain
 
 from hotset.engine.blocks import Identity
 from hotset.engine.engine import NO_TRAITS, Engine
@@ -17,10 +16,6 @@ from hotset.engine.sampler import SamplingParams
 from hotset.engine.sequence import Sequence
 
 MODEL = Identity(b"m" * 16, "model", "f16", 100.0)
-
-
-def prompt(n: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng([seed, n]).integers(0, 97, n).tolist()
 
 
 @contextmanager
@@ -40,11 +35,6 @@ def engine(
         yield made
     finally:
         made.close()
-
-
-def drain(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
 
 
 def generate(engine: Engine, tokens: list[int], **params: Any) -> Sequence:

@@ -63,37 +63,44 @@ COMMAND = [sys.executable, "-m", "hotset.cli.main"]
 
 
 def hotset(
-    *arguments: object, stdin: str | bytes | None = "", env: dict[str, str] | None = None
+    *arguments: object,
+    stdin: str | bytes | None = "",
+    env: dict[str, str] | None = None,
+    returns: int | None = 0,
 ) -> subprocess.CompletedProcess[str]:
+    """Run `hotset` in a new process. returns: the expected exit status; None: any."""
     data = stdin.encode() if isinstance(stdin, str) else stdin
     done = subprocess.run(
         [*COMMAND, *map(str, arguments)], input=data, capture_output=True, timeout=120,
         env={**os.environ, **(env or {})},
     )  # fmt: skip
+    assert returns in (None, done.returncode), done.stderr.decode()
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
-def inside(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Run `hotset` within this process, which saves the time to start one."""
+def inside(*arguments: object, stdin: str = "", returns: int | None = 0) -> subprocess.CompletedProcess[str]:
+    """Run `hotset` within this process, which saves the time to start one. returns: as for `hotset`."""
     from typer.testing import CliRunner
 
     from hotset.cli.main import app
 
     texts = list(map(str, arguments))
     done = CliRunner().invoke(app, texts, input=stdin, prog_name="hotset")
+    assert returns in (None, done.exit_code), done.stderr
     return subprocess.CompletedProcess(texts, done.exit_code, done.stdout, done.stderr)
 
 
 def answer(*arguments: object, stdin: str = "") -> dict[str, Any]:
     """Return the JSON of `hotset run` with the reference backend."""
     done = inside("run", *arguments, "--device", "reference", "--json", stdin=stdin)
-    assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
 
 class Terminal:
     """A user at a pseudo-terminal: types, and waits for text on the screen."""
+
+    prompt = r"> $"
 
     def __init__(self, *arguments: object, env: dict[str, str] | None = None) -> None:
         import pty
@@ -127,6 +134,16 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
+    def reply(self, pattern: str, text: str) -> None:
+        """Wait for the pattern, then type the text."""
+        self.wait_for(pattern)
+        self.type(text)
+
+    def leave(self, text: str = "\x04") -> None:
+        """End the chat with this input at the next prompt, and check the exit status."""
+        self.reply(self.prompt, text)
+        assert self.exit_code() == 0
+
     def exit_code(self, seconds: float = 30) -> int:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -148,7 +165,7 @@ needs_pty = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no p
 
 
 CHAT = ("--device", "reference", "--temp", "0")
-PROMPT = r"> $"
+PROMPT = Terminal.prompt
 ANSWERED = r"\[prompt \d+ tokens.*\]"
 
 
@@ -200,6 +217,6 @@ def options_of(subcommand: str) -> set[str]:
 
 def split_command(words: list[str]) -> tuple[str, list[str]]:
     """Return the subcommand of a command line, or "", and the other words."""
-    words = cli._as_options(words)
+    words = cli.as_options(words)
     n = 2 if words[:1] == ["sparse"] else 1
     return " ".join(words[:n]), words[n:]

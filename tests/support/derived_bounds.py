@@ -306,6 +306,14 @@ def spread(x: np.ndarray) -> np.ndarray:
 TRANSFORM = 12  # roundings of a Hadamard transform of up to 512 channels: additions, the factor and its root
 
 
+def is_neuron_major(op: ExpertLinear | ExpertSum) -> bool:
+    return isinstance(op, ExpertSum) and op.neuron_major
+
+
+def rows_of(op: ExpertLinear | ExpertSum) -> slice:
+    return slice(op.first_row, op.first_row + op.n_rows) if isinstance(op, ExpertLinear) else slice(None)
+
+
 class Oracle(ReferenceBackend):
     """Checks an engine's step, operation by operation.
 
@@ -647,28 +655,17 @@ class Oracle(ReferenceBackend):
         self, op: ExpertLinear | ExpertSum, taps: dict[int, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return each product of a token and its expert and, for sums, the error of adding them."""
-        type_ = self.weights.tensors[op.weights[0]].type
         route, x = taps[op.route.id], taps[op.x.id]
         n, k = len(x), op.n_used
         of_all = isinstance(op, ExpertLinear) and not op.of_parts
         parts = np.repeat(x[:, None], k, axis=1) if of_all else x.reshape(n, k, -1)
-        neuron_major = isinstance(op, ExpertSum) and op.neuron_major
-        if type_ not in FLOATS and not neuron_major:
+        if self.weights.tensors[op.weights[0]].type not in FLOATS and not is_neuron_major(op):
             parts = int8_inputs(parts.reshape(n * k, -1))[0].reshape(parts.shape)
         n_rows = op.n_rows if isinstance(op, ExpertLinear) else op.out.width
         expected, bound = self._by_experts(op, parts, route, n_rows), np.empty((n, k, n_rows))
-        first = op.first_row if isinstance(op, ExpertLinear) else 0
         for t in range(n):
             for j in range(k):
-                expert = int(route[t, j])
-                name = op.weights[expert if len(op.weights) > 1 else 0]
-                of_all = self._magnitudes(name)
-                magnitude = of_all if of_all.ndim == 2 else of_all[expert]
-                if neuron_major:
-                    bound[t, j] = axpy_bound(parts[t, j][None], magnitude)[0]
-                    continue
-                magnitude = magnitude[first : first + n_rows]
-                bound[t, j] = linear_bound(type_, parts[t, j][None], magnitude)[0]
+                bound[t, j] = self._expert_bound(op, int(route[t, j]), parts[t, j][None])[0]
         if op.bias is not None:
             bound += U * (np.abs(expected) + bound)
         if isinstance(op, ExpertLinear):
@@ -678,6 +675,15 @@ class Oracle(ReferenceBackend):
         return (weights * expected).sum(axis=1), (np.abs(weights) * bound).sum(axis=1) * 2 + gamma(
             k + 2
         ) * sums + k * TINY
+
+    def _expert_bound(self, op: ExpertLinear | ExpertSum, expert: int, x: np.ndarray) -> np.ndarray:
+        """Return the bound of an expert's product, [1, n_rows]."""
+        name = op.weights[expert if len(op.weights) > 1 else 0]
+        of_all = self._magnitudes(name)
+        magnitude = of_all if of_all.ndim == 2 else of_all[expert]
+        if is_neuron_major(op):
+            return axpy_bound(x, magnitude)
+        return linear_bound(self.weights.tensors[name].type, x, magnitude[rows_of(op)])
 
     def _attention_bounds(
         self, op: Attention, taps: dict[int, np.ndarray], batch: Batch, slots: Any

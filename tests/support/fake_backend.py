@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats, check_states
+from hotset.engine.engine import Engine
 from hotset.errors import StepCancelledError
 
 _LONGEST_STATE = 512  # tokens
@@ -155,3 +156,12 @@ def fake_logits(tokens: np.ndarray, n_vocab: int, peak: float = 3.0) -> np.ndarr
     )
     seed = int(mixed.sum() % np.uint64(2**63))
     return (np.random.default_rng(seed).standard_normal(n_vocab) * peak).astype(np.float32)
+
+
+def prompt(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, n]).integers(0, 97, n).tolist()
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()

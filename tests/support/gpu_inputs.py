@@ -21,7 +21,7 @@ def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def weights(type_: GGMLType, n_rows: int, n_cols: int) -> DeviceMatrix:
     """Return a matrix with the right fields, without memory."""
-    row = matrices._taken_apart(np.zeros((1, row_bytes(type_, n_cols)), np.uint8), type_)
+    row = matrices.taken_apart(np.zeros((1, row_bytes(type_, n_cols)), np.uint8), type_)
     parts = {name: new(n_rows, part.shape[1], dtype=part.dtype) for name, part in row.items()}
     return DeviceMatrix(type_, n_rows, n_cols, **parts)
 

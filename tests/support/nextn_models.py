@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tiny_models
 import torch
+from made_once import made_once
 
 from hotset.convert.hf import convert_hf
 from hotset.formats.gguf import GGUFFile, GGUFWriter, copy_metadata, open_gguf
@@ -96,6 +97,17 @@ def write_agreeing(folder: Path, name: str) -> Path:
     path = tiny_models.to_gguf(recipe, model, folder)
     around = agreeing(drawn("enorm", "hnorm", "shared_head_norm"), "shared_head_norm", norm)
     return with_nextn(path, folder / "nextn.gguf", around)
+
+
+def kept_agreeing(folder: Path, name: str) -> Path:
+    """Return the file of `write_agreeing` in a folder for a whole run; it is written once."""
+
+    def make(path: Path) -> None:
+        parts = path.with_suffix(".parts")
+        parts.mkdir(exist_ok=True)
+        write_agreeing(parts, name).rename(path)
+
+    return made_once(folder / f"nextn-{name}.gguf", make)
 
 
 def agreeing(around: dict[str, np.ndarray], last: str, norm: np.ndarray) -> dict[str, np.ndarray]:

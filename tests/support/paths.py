@@ -4,7 +4,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
-SUPPORT = TESTS / "support"
 DATA = TESTS / "data"
 BENCH = ROOT / "bench"
 DOCS = ROOT / "docs"

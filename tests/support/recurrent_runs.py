@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from fake_backend import drain
 
 from hotset.backends.base import Backend, Batch, StepResult
 from hotset.engine.engine import Engine
@@ -18,11 +19,6 @@ N_CTX = 256
 
 def prompt(n: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([seed, n]).integers(0, 260, n).tolist()
-
-
-def drain(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
 
 
 def score(engine: Engine, tokens: list[int], first: int = 0) -> np.ndarray:

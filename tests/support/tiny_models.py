@@ -518,6 +518,10 @@ MINISTRAL = {
     },
 }  # fmt: skip
 ONE_KV_HEAD = {"num_key_value_heads": 1}
+THREE_HEADS = {"num_attention_heads": 3, **ONE_KV_HEAD}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+BIASES = {"attention_bias": True}
+ONE_WINDOW = {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
 GPT2 = {
     "n_embd": 96,
     "n_layer": 3,
@@ -695,7 +699,7 @@ BLOOM = {"seq_length": 256, "layer_norm_epsilon": 1e-2}
 RECIPES: dict[str, TinyModel] = {
     "llama": TinyModel("Llama"),
     "llama-wide-heads": TinyModel("Llama", WIDE_HEADS),
-    "llama-biases": TinyModel("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-biases": TinyModel("Llama", {**BIASES, "mlp_bias": True}),
     "llama3-rope": TinyModel("Llama", {**WIDE_HEADS, **LLAMA3}),
     "llama-linear-rope": TinyModel("Llama", rope("linear")),
     "llama-yarn": TinyModel("Llama", rope("yarn")),
@@ -706,7 +710,7 @@ RECIPES: dict[str, TinyModel] = {
     "llama-relu2": TinyModel("Llama", {"hidden_act": "relu2"}),
     "sparse-lm": TinyModel(
         "Llama",
-        {"hidden_act": "relu", "num_key_value_heads": 6, "tie_word_embeddings": True},
+        {"hidden_act": "relu", "num_key_value_heads": 6, **TIED},
         written_as=named("SparseLlama") | SPARSE_LM,
         published=(published_sparse_lm,),
     ),
@@ -716,9 +720,7 @@ RECIPES: dict[str, TinyModel] = {
     "prosparse": TinyModel(
         "Llama", patch=use_fatrelu, written_as={"hidden_act": "fatrelu", "hidden_act_param": 0.1}
     ),
-    "smollm": TinyModel(
-        "Llama", {"tie_word_embeddings": True, "num_attention_heads": 3, "num_key_value_heads": 1}
-    ),
+    "smollm": TinyModel("Llama", {**TIED, "num_attention_heads": 3, **ONE_KV_HEAD}),
     "mistral-window": TinyModel("Mistral", {**WIDE_HEADS, "sliding_window": 24}),
     "mistral-full": TinyModel("Mistral", {"sliding_window": None}),
     "qwen2": TinyModel("Qwen2"),
@@ -727,7 +729,7 @@ RECIPES: dict[str, TinyModel] = {
     ),
     "qwen2-yarn": TinyModel("Qwen2", rope("yarn")),
     "qwen3": TinyModel("Qwen3", WIDE_HEADS),
-    "qwen3-tied": TinyModel("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3-tied": TinyModel("Qwen3", {"head_dim": 16, **TIED, **BIASES}),
     "bamboo": TinyModel(
         "Llama",
         {"hidden_act": "relu", "num_key_value_heads": 3},
@@ -742,7 +744,7 @@ RECIPES: dict[str, TinyModel] = {
     ),
     "opt": TinyModel("OPT", {"ffn_dim": 160, "word_embed_proj_dim": 96}),
     "nemotron": TinyModel("Nemotron", {"norm_eps": 1e-2}),
-    "nemotron-biases": TinyModel("Nemotron", {"norm_eps": 1e-2, "attention_bias": True, "mlp_bias": True}),
+    "nemotron-biases": TinyModel("Nemotron", {"norm_eps": 1e-2, **BIASES, "mlp_bias": True}),
     "arcee": TinyModel("Arcee"),
     "arcee-yarn": TinyModel("Arcee", {**WIDE_HEADS, **rope("yarn")}),
     "gemma2": TinyModel("Gemma2", GEMMA | {"query_pre_attn_scalar": 16}),
@@ -762,15 +764,12 @@ RECIPES: dict[str, TinyModel] = {
     "phi3-window": TinyModel("Phi3", {**PHI3, "sliding_window": 24, "num_key_value_heads": 3}),
     "phi3-partial": TinyModel(  # like Phi 4 mini
         "Phi3",
-        {**PHI3, **long_rope(ROPE_ORIGINAL, 8, partial_rotary_factor=0.5), "tie_word_embeddings": True},
+        {**PHI3, **long_rope(ROPE_ORIGINAL, 8, partial_rotary_factor=0.5), **TIED},
     ),
     "phi3-long": TinyModel("Phi3", {**PHI3, **long_rope(ROPE_ORIGINAL, 16)}),
     "phi3-short": TinyModel("Phi3", {**PHI3, **long_rope(200, 16)}),  # 200: longer than the computed texts
     "granite": TinyModel("Granite", GRANITE),
-    "granite-tied": TinyModel(
-        "Granite",
-        {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, **rope("yarn")},
-    ),
+    "granite-tied": TinyModel("Granite", {**GRANITE, **TIED, **BIASES, "mlp_bias": True, **rope("yarn")}),
     "granite-swa": TinyModel("GraniteSWA", GRANITE_SWA),
     "granite-swa-unrotated": TinyModel(  # one layer of each kind has no rotation
         "GraniteSWA",
@@ -779,30 +778,27 @@ RECIPES: dict[str, TinyModel] = {
             "num_attention_heads": 3,
             "num_key_value_heads": 3,
             "hidden_act": "relu",
-            "attention_bias": True,
+            **BIASES,
             "num_hidden_layers": 4,
-            "tie_word_embeddings": True,
+            **TIED,
         }
         | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 7}
         | {"layer_rope_theta": [20000.0, 20000.0, 0, 0]},
     ),
     "granite-unscaled": TinyModel("Granite"),  # scores are multiplied by 1 anyway
     "smollm3": TinyModel("SmolLM3", SMOLLM3),
-    "smollm3-biases": TinyModel(
-        "SmolLM3",
-        {**SMOLLM3, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, **rope("yarn")},
-    ),
+    "smollm3-biases": TinyModel("SmolLM3", {**SMOLLM3, **UNTIED, **BIASES, "mlp_bias": True, **rope("yarn")}),
     "glm4": TinyModel("Glm4", {"head_dim": 32, "pad_token_id": 0}),
     "glm4-unbiased": TinyModel(
         "Glm4",
-        {"head_dim": 16, "pad_token_id": 0, "attention_bias": False, "tie_word_embeddings": True}
+        {"head_dim": 16, "pad_token_id": 0, "attention_bias": False, **TIED}
         | {"rope_parameters": {**rope("linear")["rope_parameters"], "partial_rotary_factor": 1.0}},
     ),
     "lfm2": TinyModel("Lfm2", {**LFM2, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.3}),
     "lfm2-untied": TinyModel(
         "Lfm2",
         {**LFM2, **WIDE_HEADS, "block_auto_adjust_ff_dim": False, "conv_L_cache": 4}
-        | {"layer_types": ["full_attention", "conv", "full_attention"], "tie_word_embeddings": False},
+        | {"layer_types": ["full_attention", "conv", "full_attention"], **UNTIED},
     ),
     "gemma3": TinyModel("Gemma3", GEMMA3, config="Gemma3Text"),
     "gemma3-scaled": TinyModel(  # like the 4B: layers without a window are slowed
@@ -811,10 +807,7 @@ RECIPES: dict[str, TinyModel] = {
         config="Gemma3Text",
     ),
     "gemma3-pattern": TinyModel(
-        "Gemma3",
-        {**GEMMA3, **two_ropes(), "num_hidden_layers": 3}
-        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-        config="Gemma3Text",
+        "Gemma3", {**GEMMA3, **two_ropes(), "num_hidden_layers": 3} | ONE_WINDOW, config="Gemma3Text"
     ),
     "gemma3-relu": TinyModel("Gemma3", {**GEMMA3, "hidden_activation": "relu"}, config="Gemma3Text"),
     "gemma3n": TinyModel("Gemma3n", GEMMA3N, config="Gemma3nText"),
@@ -833,7 +826,7 @@ RECIPES: dict[str, TinyModel] = {
     ),
     "gemma3n-unshared": TinyModel(  # every layer has its own keys and values, and none has a top-k
         "Gemma3n",
-        {**GEMMA3N, "num_hidden_layers": 2, "num_kv_shared_layers": 0, "num_key_value_heads": 1}
+        {**GEMMA3N, "num_hidden_layers": 2, "num_kv_shared_layers": 0, **ONE_KV_HEAD}
         | {"activation_sparsity_pattern": [0.0, 0.0], "altup_num_inputs": 2, "hidden_activation": "silu"},
         config="Gemma3nText",
     ),
@@ -852,30 +845,24 @@ RECIPES: dict[str, TinyModel] = {
         patch=scale_results,
     ),
     "gemma": TinyModel("Gemma", {"head_dim": 32}),
-    "gemma-narrow": TinyModel("Gemma", {"head_dim": 16, "tie_word_embeddings": False, **ONE_KV_HEAD}),
-    "gemma-biases": TinyModel("Gemma", {"head_dim": 24, "attention_bias": True, **rope("linear")}),
+    "gemma-narrow": TinyModel("Gemma", {"head_dim": 16, **UNTIED, **ONE_KV_HEAD}),
+    "gemma-biases": TinyModel("Gemma", {"head_dim": 24, **BIASES, **rope("linear")}),
     "gpt2": TinyModel("GPT2", GPT2),
     "gpt2-wide": TinyModel("GPT2", {**GPT2, "n_inner": 224, "num_attention_heads": 3}),
-    "gpt2-untied": TinyModel(
-        "GPT2", {**GPT2, "n_inner": None, "activation_function": "relu", "tie_word_embeddings": False}
-    ),
+    "gpt2-untied": TinyModel("GPT2", {**GPT2, "n_inner": None, "activation_function": "relu", **UNTIED}),
     "gptneox": TinyModel("GPTNeoX", NEOX),
     "gptneox-serial": TinyModel("GPTNeoX", {**NEOX, "use_parallel_residual": False, "rotary_pct": 1.0}),
     "gptneox-wide": TinyModel(
         "GPTNeoX", {**NEOX, "num_attention_heads": 3, "attention_bias": False, "rotary_emb_base": 500}
     ),
     "phi2": TinyModel("Phi", LAYER_NORMS),
-    "phi2-groups": TinyModel("Phi", {**LAYER_NORMS, "num_attention_heads": 3, "num_key_value_heads": 1}),
+    "phi2-groups": TinyModel("Phi", {**LAYER_NORMS, "num_attention_heads": 3, **ONE_KV_HEAD}),
     "phi2-rotated": TinyModel(
         "Phi", {**LAYER_NORMS, **rope("linear", partial_rotary_factor=1.0), "num_key_value_heads": 6}
     ),
     "starcoder2": TinyModel("Starcoder2", {"norm_epsilon": 1e-2}),
-    "starcoder2-window": TinyModel(
-        "Starcoder2", {"norm_epsilon": 1e-2, "sliding_window": 24, "num_attention_heads": 3, **ONE_KV_HEAD}
-    ),
-    "starcoder2-unbiased": TinyModel(
-        "Starcoder2", {"norm_epsilon": 1e-2, "use_bias": False, "tie_word_embeddings": False}
-    ),
+    "starcoder2-window": TinyModel("Starcoder2", {"norm_epsilon": 1e-2, "sliding_window": 24, **THREE_HEADS}),
+    "starcoder2-unbiased": TinyModel("Starcoder2", {"norm_epsilon": 1e-2, "use_bias": False, **UNTIED}),
     "stablelm": TinyModel("StableLm", LAYER_NORMS),
     "stablelm-norms": TinyModel("StableLm", {"qk_layernorm": True, "use_parallel_residual": True}),
     "stablelm-parallel": TinyModel(
@@ -883,57 +870,46 @@ RECIPES: dict[str, TinyModel] = {
     ),
     "stablelm-rotated": TinyModel(
         "StableLm",
-        {**LAYER_NORMS, **rope("linear", partial_rotary_factor=1.0), "tie_word_embeddings": True}
+        {**LAYER_NORMS, **rope("linear", partial_rotary_factor=1.0), **TIED}
         | {"num_attention_heads": 3, "num_key_value_heads": 3},
     ),
     "command-r": TinyModel("Cohere", COHERE),
-    "command-r-biases": TinyModel("Cohere", {**COHERE, "attention_bias": True, "num_key_value_heads": 6}),
+    "command-r-biases": TinyModel("Cohere", {**COHERE, **BIASES, "num_key_value_heads": 6}),
     "command-r-plus": TinyModel("Cohere", {**COHERE, "use_qk_norm": True}),
-    "command-r-heads": TinyModel("Cohere", {**COHERE, "num_attention_heads": 3, **ONE_KV_HEAD}),
+    "command-r-heads": TinyModel("Cohere", {**COHERE, **THREE_HEADS}),
     "cohere2": TinyModel("Cohere2", {**COHERE, "num_hidden_layers": 5, "sliding_window": 24}),
     "cohere2-full": TinyModel("Cohere2", {**COHERE, "layer_types": ["full_attention"] * 3}),
-    "cohere2-pattern": TinyModel(
-        "Cohere2",
-        {**COHERE, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
-        | {"sliding_window": 24, "num_attention_heads": 3, **ONE_KV_HEAD},
-    ),
+    "cohere2-pattern": TinyModel("Cohere2", {**COHERE, **ONE_WINDOW} | {"sliding_window": 24, **THREE_HEADS}),
     "jais2": TinyModel("Jais2", LAYER_NORMS),
-    "jais2-unbiased": TinyModel(
-        "Jais2", {**LAYER_NORMS, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True}
-    ),
-    "jais2-heads": TinyModel("Jais2", {**LAYER_NORMS, "num_attention_heads": 3, **ONE_KV_HEAD, **LLAMA3}),
+    "jais2-unbiased": TinyModel("Jais2", {**LAYER_NORMS, "attention_bias": False, "mlp_bias": False, **TIED}),
+    "jais2-heads": TinyModel("Jais2", {**LAYER_NORMS, **THREE_HEADS, **LLAMA3}),
     "olmo": TinyModel("Olmo"),
-    "olmo-tied": TinyModel("Olmo", {"num_attention_heads": 3, **ONE_KV_HEAD, "tie_word_embeddings": True}),
-    "olmo-biases": TinyModel("Olmo", {"num_key_value_heads": 6, "attention_bias": True, **rope("linear")}),
+    "olmo-tied": TinyModel("Olmo", {**THREE_HEADS, **TIED}),
+    "olmo-biases": TinyModel("Olmo", {"num_key_value_heads": 6, **BIASES, **rope("linear")}),
     "apertus": TinyModel("Apertus", LLAMA3),
-    "apertus-tied": TinyModel("Apertus", {**WIDE_HEADS, **rope("linear"), "tie_word_embeddings": True}),
-    "apertus-biases": TinyModel("Apertus", {"num_attention_heads": 3, **ONE_KV_HEAD, "attention_bias": True}),
+    "apertus-tied": TinyModel("Apertus", {**WIDE_HEADS, **rope("linear"), **TIED}),
+    "apertus-biases": TinyModel("Apertus", {**THREE_HEADS, **BIASES}),
     "mpt": TinyModel("Mpt", MPT),
     "mpt-heads": TinyModel("Mpt", {**MPT, "num_attention_heads": 3}),
-    "mpt-untied": TinyModel("Mpt", {**MPT, "num_attention_heads": 8, "tie_word_embeddings": False}),
+    "mpt-untied": TinyModel("Mpt", {**MPT, "num_attention_heads": 8, **UNTIED}),
     "bloom": TinyModel("Bloom", BLOOM),
     "bloom-heads": TinyModel("Bloom", {**BLOOM, "num_attention_heads": 3}),
-    "bloom-untied": TinyModel("Bloom", {**BLOOM, "num_attention_heads": 4, "tie_word_embeddings": False}),
-    "bitnet": TinyModel("BitNet", {"tie_word_embeddings": True}),
-    "bitnet-biases": TinyModel("BitNet", {"num_attention_heads": 3, **ONE_KV_HEAD, "attention_bias": True}),
+    "bloom-untied": TinyModel("Bloom", {**BLOOM, "num_attention_heads": 4, **UNTIED}),
+    "bitnet": TinyModel("BitNet", TIED),
+    "bitnet-biases": TinyModel("BitNet", {**THREE_HEADS, **BIASES}),
     "bitnet-silu": TinyModel("BitNet", {"hidden_act": "silu", "num_key_value_heads": 6, **LLAMA3}),
     "seed_oss": TinyModel("SeedOss", WIDE_HEADS),
-    "seed_oss-unbiased": TinyModel(
-        "SeedOss", {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True}
-    ),
+    "seed_oss-unbiased": TinyModel("SeedOss", {"head_dim": 16, "attention_bias": False, **TIED}),
     "seed_oss-biases": TinyModel(
         "SeedOss",
-        {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True, "num_key_value_heads": 1}
-        | rope("yarn"),
+        {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True, **ONE_KV_HEAD} | rope("yarn"),
     ),
     "ernie4_5": TinyModel("Ernie4_5", WIDE_HEADS),
     "ernie4_5-biases": TinyModel("Ernie4_5", {"head_dim": 16, "use_bias": True}),
-    "ernie4_5-untied": TinyModel(
-        "Ernie4_5", {"head_dim": 24, "tie_word_embeddings": False, "num_key_value_heads": 1}
-    ),
-    "chatglm": TinyModel("Glm", {"head_dim": 32, "pad_token_id": 0, "attention_bias": True}),
+    "ernie4_5-untied": TinyModel("Ernie4_5", {"head_dim": 24, **UNTIED, **ONE_KV_HEAD}),
+    "chatglm": TinyModel("Glm", {"head_dim": 32, "pad_token_id": 0, **BIASES}),
     "chatglm-unbiased": TinyModel(
-        "Glm", {"head_dim": 16, "pad_token_id": 0, "attention_bias": False, "tie_word_embeddings": True}
+        "Glm", {"head_dim": 16, "pad_token_id": 0, "attention_bias": False, **TIED}
     ),
     "chatglm-rotated": TinyModel(
         "Glm",
@@ -941,8 +917,8 @@ RECIPES: dict[str, TinyModel] = {
         | rope("linear", partial_rotary_factor=1.0),
     ),
     "olmo2": TinyModel("Olmo2"),
-    "olmo2-heads": TinyModel("Olmo2", {"num_attention_heads": 3, **ONE_KV_HEAD, "attention_bias": True}),
-    "olmo2-tied": TinyModel("Olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 6, **LLAMA3}),
+    "olmo2-heads": TinyModel("Olmo2", {**THREE_HEADS, **BIASES}),
+    "olmo2-tied": TinyModel("Olmo2", {**TIED, "num_key_value_heads": 6, **LLAMA3}),
     "olmo3": TinyModel("Olmo3", {"num_hidden_layers": 5, "sliding_window": 24}),
     "olmo3-yarn": TinyModel(
         "Olmo3",
@@ -953,17 +929,10 @@ RECIPES: dict[str, TinyModel] = {
     "exaone4-full": TinyModel(
         "Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3, **LLAMA3}
     ),
-    "exaone4-pattern": TinyModel(
-        "Exaone4",
-        {"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
-        | {"tie_word_embeddings": True, "num_attention_heads": 3, **ONE_KV_HEAD},
-    ),
+    "exaone4-pattern": TinyModel("Exaone4", {"sliding_window": 24, **ONE_WINDOW} | {**TIED, **THREE_HEADS}),
     "hunyuan-dense": TinyModel("HunYuanDenseV1", WIDE_HEADS),
     "hunyuan-dense-alpha": TinyModel("HunYuanDenseV1", {"head_dim": 16, **DYNAMIC}),
-    "hunyuan-dense-tied": TinyModel(
-        "HunYuanDenseV1",
-        {"head_dim": 24, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1},
-    ),
+    "hunyuan-dense-tied": TinyModel("HunYuanDenseV1", {"head_dim": 24, **TIED, **BIASES, **ONE_KV_HEAD}),
     "mistral3": TinyModel("Ministral3", MINISTRAL),
     "mistral3-plain": TinyModel(
         "Ministral3",
@@ -972,55 +941,36 @@ RECIPES: dict[str, TinyModel] = {
     ),
     "mistral3-sees": TinyModel(
         "Mistral3",
-        {**MINISTRAL, "model_type": "ministral3", "tie_word_embeddings": True, "head_dim": 24},
+        {**MINISTRAL, "model_type": "ministral3", **TIED, "head_dim": 24},
         vision={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "model_type": "pixtral"},
     ),
     "qwen2vl": TinyModel("Qwen2VL", mrope(3, 3, 2), vision=VISION),
-    "qwen2vl-tied": TinyModel(
-        "Qwen2VL",
-        {**mrope(8, 4, 4), "tie_word_embeddings": True, "num_attention_heads": 3, **ONE_KV_HEAD},
-        vision=VISION,
-    ),
+    "qwen2vl-tied": TinyModel("Qwen2VL", {**mrope(8, 4, 4), **TIED, **THREE_HEADS}, vision=VISION),
     "qwen25vl": TinyModel("Qwen2_5_VL", {**mrope(2, 3, 3), "num_key_value_heads": 6}, vision=VISION),
     "qwen3vl": TinyModel("Qwen3VL", {**WIDE_HEADS, **mrope(6, 5, 5)}, vision=VISION),
-    "qwen3vl-tied": TinyModel(
-        "Qwen3VL",
-        {"head_dim": 16, **mrope(4, 2, 2), "tie_word_embeddings": True, "attention_bias": True},
-        vision=VISION,
-    ),
+    "qwen3vl-tied": TinyModel("Qwen3VL", {"head_dim": 16, **mrope(4, 2, 2), **TIED, **BIASES}, vision=VISION),
     "xverse": TinyModel("Llama", written_as=named("Xverse")),
-    "xverse-tied": TinyModel(
-        "Llama", {"tie_word_embeddings": True, **ONE_KV_HEAD, **rope("linear")}, written_as=named("Xverse")
-    ),
+    "xverse-tied": TinyModel("Llama", {**TIED, **ONE_KV_HEAD, **rope("linear")}, written_as=named("Xverse")),
     "internlm2": TinyModel("Llama", written_as=named("InternLM2"), published=INTERNLM2),
     "internlm2-biases": TinyModel(
-        "Llama",
-        {"attention_bias": True, "num_attention_heads": 3, **ONE_KV_HEAD},
-        written_as=named("InternLM2"),
-        published=(one_qkv, INTERNLM2[1]),
+        "Llama", {**BIASES, **THREE_HEADS}, written_as=named("InternLM2"), published=(one_qkv, INTERNLM2[1])
     ),
     "orion": TinyModel("StableLm", ORION, written_as=named("Orion") | {"rms_norm_eps": 1e-2}),
     "orion-heads": TinyModel(
-        "StableLm",
-        {**ORION, "num_attention_heads": 3, **ONE_KV_HEAD},
-        written_as=named("Orion") | {"rms_norm_eps": 1e-2},
+        "StableLm", {**ORION, **THREE_HEADS}, written_as=named("Orion") | {"rms_norm_eps": 1e-2}
     ),
-    "pangu-embedded": TinyModel("Llama", {"attention_bias": True}, written_as=named("PanguEmbedded")),
+    "pangu-embedded": TinyModel("Llama", BIASES, written_as=named("PanguEmbedded")),
     "pangu-embedded-tied": TinyModel(
-        "Llama",
-        {"tie_word_embeddings": True, "attention_bias": True, **WIDE_HEADS, **ONE_KV_HEAD},
-        written_as=named("PanguEmbedded"),
+        "Llama", {**TIED, **BIASES, **WIDE_HEADS, **ONE_KV_HEAD}, written_as=named("PanguEmbedded")
     ),
     "exaone": TinyModel("Llama", written_as=named("Exaone") | EXAONE, published=(EXAONE_NAMES,)),
     "exaone-llama3": TinyModel(
         "Llama",
-        {**LLAMA3, "tie_word_embeddings": True, "num_attention_heads": 3, **ONE_KV_HEAD},
+        {**LLAMA3, **TIED, **THREE_HEADS},
         written_as=named("Exaone") | EXAONE,
         published=(EXAONE_NAMES,),
     ),
-    "minicpm": TinyModel(
-        "Granite", MINICPM | {"tie_word_embeddings": True}, written_as=named("MiniCPM") | MINICPM_SCALES
-    ),
+    "minicpm": TinyModel("Granite", MINICPM | TIED, written_as=named("MiniCPM") | MINICPM_SCALES),
     "minicpm-long": TinyModel(
         "Granite",
         {**MINICPM, **MINICPM_LONG, "num_key_value_heads": 6},
@@ -1028,24 +978,17 @@ RECIPES: dict[str, TinyModel] = {
     ),
     "starcoder": TinyModel("GPTBigCode", GPT2),
     "starcoder-heads": TinyModel(
-        "GPTBigCode",
-        {
-            **GPT2,
-            "n_inner": 224,
-            "num_attention_heads": 3,
-            "multi_query": False,
-            "tie_word_embeddings": False,
-        },
+        "GPTBigCode", {**GPT2, "n_inner": 224, "num_attention_heads": 3, "multi_query": False, **UNTIED}
     ),
     "codeshell": TinyModel(
         "Starcoder2",
-        {"norm_epsilon": 1e-2, "tie_word_embeddings": False},
+        {"norm_epsilon": 1e-2, **UNTIED},
         written_as=named("CodeShell") | CODESHELL | {"num_query_groups": 2},
         published=(one_qkv, CODESHELL_NAMES),
     ),
     "codeshell-tied": TinyModel(
         "Starcoder2",
-        {"norm_epsilon": 1e-2, "tie_word_embeddings": True, "num_attention_heads": 3, **ONE_KV_HEAD},
+        {"norm_epsilon": 1e-2, **TIED, **THREE_HEADS},
         written_as=named("CodeShell") | CODESHELL | {"num_query_groups": 1},
         published=(one_qkv, CODESHELL_NAMES),
     ),
@@ -1059,24 +1002,22 @@ RECIPES: dict[str, TinyModel] = {
     "paddleocr": TinyModel("PaddleOCRVL", {**WIDE_HEADS, **mrope(6, 5, 5)}, vision=VISION),
     "paddleocr-biases": TinyModel(
         "PaddleOCRVL",
-        {"head_dim": 16, "use_bias": True, **mrope(4, 2, 2), "tie_word_embeddings": True, **ONE_KV_HEAD},
+        {"head_dim": 16, "use_bias": True, **mrope(4, 2, 2), **TIED, **ONE_KV_HEAD},
         vision=VISION,
     ),
     "hunyuan_vl": TinyModel("HunYuanVL", {"head_dim": 16, **xdrope(2, 2, 2, 2)}, vision=HUNYUAN_VISION),
     "hunyuan_vl-plain": TinyModel(
-        "HunYuanVL",
-        {**WIDE_HEADS, **mrope(6, 5, 5), "attention_bias": True, **ONE_KV_HEAD, "tie_word_embeddings": True},
-        vision=HUNYUAN_VISION,
+        "HunYuanVL", {**WIDE_HEADS, **mrope(6, 5, 5), **BIASES, **ONE_KV_HEAD, **TIED}, vision=HUNYUAN_VISION
     ),
     "maincoder": TinyModel(
         "HunYuanDenseV1",
-        {**WIDE_HEADS, "tie_word_embeddings": True},
+        {**WIDE_HEADS, **TIED},
         written_as=named("Maincoder") | {"intermediate_size_mlp": 160, "use_qk_norm": True},
         published=(partial(neighbours, head_dim=32), MAINCODER_NAMES),
     ),
     "maincoder-untied": TinyModel(
         "HunYuanDenseV1",
-        {"head_dim": 24, "tie_word_embeddings": False, **ONE_KV_HEAD},
+        {"head_dim": 24, **UNTIED, **ONE_KV_HEAD},
         written_as=named("Maincoder") | {"intermediate_size_mlp": 160, "use_qk_norm": True},
         published=(partial(neighbours, head_dim=24), MAINCODER_NAMES),
     ),
@@ -1088,22 +1029,20 @@ RECIPES: dict[str, TinyModel] = {
     ),
     "plamo-heads": TinyModel(
         "Llama",
-        {"num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": True},
+        {"num_attention_heads": 6, "num_key_value_heads": 3, **TIED},
         patch=use_parallel_layers,
         written_as=named("Plamo") | {"n_shared_head": 2},
         published=(partial(scattered, groups=3, head_dim=16), PLAMO_NAMES),
     ),
     "muse-glimmer": TinyModel("MuseGlimmer", MUSE, vision=MUSE_VISION),
     "muse-glimmer-from-last": TinyModel(
-        "MuseGlimmer",
-        MUSE | {"num_hidden_layers": 6, "num_attention_heads": 3, **ONE_KV_HEAD, "attention_bias": True},
-        vision=MUSE_VISION,
+        "MuseGlimmer", MUSE | {"num_hidden_layers": 6, **THREE_HEADS, **BIASES}, vision=MUSE_VISION
     ),
     "muse-glimmer-pattern": TinyModel(
         "MuseGlimmer",
         MUSE
-        | {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
-        | {"layer_rope_theta": [0, 10000.0, 0], "tie_word_embeddings": True, "head_dim": 16},
+        | {"num_hidden_layers": 3, **ONE_WINDOW}
+        | {"layer_rope_theta": [0, 10000.0, 0], **TIED, "head_dim": 16},
         vision=MUSE_VISION,
     ),
     "baichuan": TinyModel(
@@ -1140,17 +1079,15 @@ RECIPES: dict[str, TinyModel] = {
     "falcon-h1-norm": TinyModel(  # a norm after the gate; the output is the embedding with its own multiplier
         "FalconH1",
         {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_conv": 3}
-        | {"tie_word_embeddings": True, "mamba_n_groups": 3, "num_key_value_heads": 2},
+        | {**TIED, "mamba_n_groups": 3, "num_key_value_heads": 2},
     ),
     "mamba": TinyModel("Mamba", MAMBA),
-    "mamba-falcon": TinyModel(
-        "FalconMamba", {**MAMBA, "mixer_rms_eps": 1e-2, "conv_kernel": 3, "tie_word_embeddings": False}
-    ),
+    "mamba-falcon": TinyModel("FalconMamba", {**MAMBA, "mixer_rms_eps": 1e-2, "conv_kernel": 3, **UNTIED}),
     "mamba-falcon-epsilon": TinyModel("FalconMamba", {**MAMBA, "mixer_rms_eps": 0.5}),
     "plm": TinyModel(
         "DeepseekV2",
         {"first_k_dense_replace": 3, "num_key_value_heads": 6, "kv_lora_rank": 40, "q_lora_rank": None}
-        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "tie_word_embeddings": True},
+        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, **TIED},
         patch=use_squared_relu,
         written_as=named("PLM") | {"hidden_act": "relu2"},
     ),
@@ -1160,9 +1097,7 @@ RECIPES: dict[str, TinyModel] = {
     "rwkv7-heads": TinyModel("Rwkv7", {**RWKV7, "head_dim": 32, "v_low_rank_dim": 64}),
     "mamba2": TinyModel("Mamba2", MAMBA2),
     "mamba2-tied": TinyModel(
-        "Mamba2",
-        {**MAMBA2, "num_heads": 4, "head_dim": 48, "n_groups": 1, "conv_kernel": 3}
-        | {"tie_word_embeddings": True},
+        "Mamba2", {**MAMBA2, "num_heads": 4, "head_dim": 48, "n_groups": 1, "conv_kernel": 3} | TIED
     ),
 }
 
@@ -1177,7 +1112,7 @@ OWN: dict[str, Callable[[dict[str, Any]], torch.nn.Module]] = {
 
 SMALLTHINKER = {
     "head_dim": 16, "num_hidden_layers": 5, "moe_num_primary_experts": 6, "moe_ffn_hidden_size": 48,
-    "moe_num_active_primary_experts": 3, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "moe_num_active_primary_experts": 3, "rope_theta": 10000.0, **TIED,
 }  # fmt: skip
 GPT_OSS = {
     "num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 24,
@@ -1218,7 +1153,7 @@ DSA = {
     "index_n_heads": 4, "index_head_dim": 16, "index_topk": 192,
 }  # fmt: skip
 DEEPSEEK4 = {
-    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
+    "num_hidden_layers": 4, "num_attention_heads": 4, **ONE_KV_HEAD, "head_dim": 32,
     "q_lora_rank": 28, "qk_rope_head_dim": 8, "partial_rotary_factor": 0.25, "sliding_window": 24,
     "layer_types": [
         "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
@@ -1318,7 +1253,7 @@ EXPERTS: dict[str, TinyModel] = {
     "granitemoe-shared": TinyModel(
         "GraniteMoeShared",
         {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
-        | {"tie_word_embeddings": True},
+        | TIED,
     ),
     "granitemoe-swa": TinyModel(
         "GraniteMoeSWA", {**GRANITE_SWA, "num_local_experts": 6, "num_experts_per_tok": 3}
@@ -1327,7 +1262,7 @@ EXPERTS: dict[str, TinyModel] = {
         "GraniteMoeSWA",
         {**GRANITE_SWA, **WIDE_HEADS, "num_local_experts": 3, "num_experts_per_tok": 1}
         | {"shared_intermediate_size": 64, "layer_rope_theta": [0] + [5000.0] * 4}
-        | {"tie_word_embeddings": True},
+        | TIED,
     ),
     "smallthinker": TinyModel("SmallThinker", SMALLTHINKER),
     "turbosparse-mixtral": TinyModel(
@@ -1338,7 +1273,7 @@ EXPERTS: dict[str, TinyModel] = {
     "smallthinker-windows": TinyModel(
         "SmallThinker",
         {**SMALLTHINKER, "sliding_window_layout": [0, 1, 1, 1, 0], "rope_layout": [0, 1, 1, 1, 0]}
-        | {"sliding_window_size": 24, "moe_primary_router_apply_softmax": True, "tie_word_embeddings": False},
+        | {"sliding_window_size": 24, "moe_primary_router_apply_softmax": True, **UNTIED},
     ),
     "gemma4-experts": TinyModel(  # like 26B-A4B: experts in addition to the layer's own FFN
         "Gemma4", GEMMA4_EXPERTS, config="Gemma4Text", patch=scale_results
@@ -1351,31 +1286,29 @@ EXPERTS: dict[str, TinyModel] = {
         patch=scale_results,
     ),
     "gpt-oss": TinyModel("GptOss", GPT_OSS),
-    "gpt-oss-pattern": TinyModel(
-        "GptOss", {**GPT_OSS, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
-    ),
+    "gpt-oss-pattern": TinyModel("GptOss", {**GPT_OSS, **ONE_WINDOW}),
     "lfm2moe": TinyModel("Lfm2Moe", LFM2_EXPERTS),
     "lfm2moe-plain": TinyModel(
         "Lfm2Moe",
         {**LFM2_EXPERTS, "use_expert_bias": False, "norm_topk_prob": False, "conv_L_cache": 5}
         | {"layer_types": ["full_attention", "conv", "full_attention", "conv"], "num_dense_layers": 0}
-        | {"tie_word_embeddings": False},
+        | UNTIED,
     ),
     "qwen3next": TinyModel("Qwen3Next", DELTA_EXPERTS),
     "qwen3next-own-values": TinyModel(  # a value head for each key, of another width
         "Qwen3Next",
         {**DELTA_EXPERTS, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "norm_topk_prob": False}
-        | {"linear_value_head_dim": 24, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True},
+        | {"linear_value_head_dim": 24, "linear_conv_kernel_dim": 3, **TIED},
     ),
     "qwen35moe": TinyModel("Qwen3_5Moe", DELTA_EXPERTS, config="Qwen3_5MoeText"),
-    "qwen35": TinyModel("Qwen3_5", {**DELTA, "tie_word_embeddings": True}, config="Qwen3_5Text"),
+    "qwen35": TinyModel("Qwen3_5", {**DELTA, **TIED}, config="Qwen3_5Text"),
     "qwen4exp": TinyModel("Qwen4Exp", QWEN4, config="Qwen4ExpText"),
     "qwen4exp-pairs": TinyModel(  # only of tokens; two streams, and one KV head
         "Qwen4Exp",
         {**QWEN4, "hc_count": 2, "hc_lowrank": 36, "ple_layer_ids": [1], "ngram_size": 2}
         | {"heads_per_ngram": 3, "ple_conv_kernel_size": 3, "ple_embed_dim": 60, "split_ngram_parts": 1}
         | {"eos_token_id": [7, 301], "indexer_budget": 192}
-        | {"num_key_value_heads": 1, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+        | {**ONE_KV_HEAD, "num_experts_per_tok": 1, **TIED},
         config="Qwen4ExpText",
     ),
     "qwen4exp-without-ngrams": TinyModel(
@@ -1393,18 +1326,16 @@ EXPERTS: dict[str, TinyModel] = {
     "glm4moe": TinyModel("Glm4Moe", GLM_EXPERTS),
     "glm4moe-groups": TinyModel(
         "Glm4Moe",
-        {**GLM_EXPERTS, "n_group": 3, "topk_group": 2, "use_qk_norm": True, "attention_bias": True}
+        {**GLM_EXPERTS, "n_group": 3, "topk_group": 2, "use_qk_norm": True, **BIASES}
         | {"n_shared_experts": 2, "norm_topk_prob": False, "first_k_dense_replace": 0},
     ),
     "ernie4_5-moe": TinyModel("Ernie4_5_Moe", ERNIE),
     "ernie4_5-moe-alone": TinyModel(
         "Ernie4_5_Moe",
         {**ERNIE, "moe_num_shared_experts": 0, "moe_layer_start_index": 0, "use_bias": True, "moe_k": 1}
-        | {"tie_word_embeddings": False},
+        | UNTIED,
     ),
-    "ernie4_5-moe-heads": TinyModel(
-        "Ernie4_5_Moe", {**ERNIE, "num_attention_heads": 3, **ONE_KV_HEAD, "moe_layer_start_index": 2}
-    ),
+    "ernie4_5-moe-heads": TinyModel("Ernie4_5_Moe", {**ERNIE, **THREE_HEADS, "moe_layer_start_index": 2}),
     "exaone-moe": TinyModel("ExaoneMoe", EXAONE_EXPERTS),
     "exaone-moe-groups": TinyModel(
         "ExaoneMoe", {**EXAONE_EXPERTS, "num_experts": 12, "n_group": 3, "topk_group": 2}
@@ -1413,42 +1344,38 @@ EXPERTS: dict[str, TinyModel] = {
     "exaone-moe-pattern": TinyModel(
         "ExaoneMoe",
         {**EXAONE_EXPERTS, "num_hidden_layers": 3, "num_experts_per_tok": 1, "num_shared_experts": 2}
-        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
-        | {"num_attention_heads": 3, **ONE_KV_HEAD, "tie_word_embeddings": True},
+        | ONE_WINDOW
+        | {**THREE_HEADS, **TIED},
     ),
     "hunyuan-moe": TinyModel("HunYuanMoEV1", {**WIDE_HEADS, "num_experts": 6, "moe_topk": 3}),
     "hunyuan-moe-alpha": TinyModel(
         "HunYuanMoEV1", {"head_dim": 16, "num_experts": 5, "moe_topk": 1, **DYNAMIC}
     ),
     "hunyuan-moe-tied": TinyModel(
-        "HunYuanMoEV1",
-        {"head_dim": 24, "num_experts": 4, "moe_topk": 2, "tie_word_embeddings": True, **ONE_KV_HEAD}
-        | {"attention_bias": True},
+        "HunYuanMoEV1", {"head_dim": 24, "num_experts": 4, "moe_topk": 2, **TIED, **ONE_KV_HEAD} | BIASES
     ),
     "minimax-m2": TinyModel("MiniMaxM2", MINIMAX),
     "minimax-m2-partial": TinyModel("MiniMaxM2", {**MINIMAX, "rotary_dim": 16, "num_experts_per_tok": 1}),
-    "minimax-m2-tied": TinyModel(
-        "MiniMaxM2", {**MINIMAX, "head_dim": 16, "tie_word_embeddings": True, **ONE_KV_HEAD}
-    ),
+    "minimax-m2-tied": TinyModel("MiniMaxM2", {**MINIMAX, "head_dim": 16, **TIED, **ONE_KV_HEAD}),
     "dots1": TinyModel("Dots1", DOTS1),
     "dots1-groups": TinyModel(
         "Dots1",
         {**DOTS1, "n_routed_experts": 12, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 0}
-        | {"norm_topk_prob": False, "attention_bias": True},
+        | {"norm_topk_prob": False, **BIASES},
     ),
     "dots1-window": TinyModel(
         "Dots1",
         {**DOTS1, "sliding_window": 24, "max_window_layers": 1, "num_experts_per_tok": 1}
-        | {"num_attention_heads": 3, **ONE_KV_HEAD},
+        | THREE_HEADS,
     ),
     "afmoe": TinyModel("Afmoe", AFMOE),
     "afmoe-pattern": TinyModel(
         "Afmoe",
         {**AFMOE, "num_hidden_layers": 3, "num_dense_layers": 0, "num_experts_per_tok": 1}
-        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        | ONE_WINDOW,
     ),
     "afmoe-heads": TinyModel(
-        "Afmoe", {**AFMOE, "head_dim": 32, **ONE_KV_HEAD, "num_shared_experts": 2, "attention_bias": True}
+        "Afmoe", {**AFMOE, "head_dim": 32, **ONE_KV_HEAD, "num_shared_experts": 2, **BIASES}
     ),
     "qwen3vlmoe": TinyModel(
         "Qwen3VLMoe",
@@ -1462,8 +1389,8 @@ EXPERTS: dict[str, TinyModel] = {
     ),
     "qwen3vlmoe-tied": TinyModel(
         "Qwen3VLMoe",
-        {**QWEN_EXPERTS, **mrope(4, 2, 2), "head_dim": 16, "tie_word_embeddings": True, **ONE_KV_HEAD}
-        | {"num_experts_per_tok": 1, "attention_bias": True},
+        {**QWEN_EXPERTS, **mrope(4, 2, 2), "head_dim": 16, **TIED, **ONE_KV_HEAD}
+        | {"num_experts_per_tok": 1, **BIASES},
         vision=VISION,
     ),
     "mellum": TinyModel(
@@ -1474,9 +1401,9 @@ EXPERTS: dict[str, TinyModel] = {
     "mellum-full": TinyModel("Mellum", {**MELLUM, **unscaled_windows("linear"), "norm_topk_prob": False}),
     "mellum-pattern": TinyModel(
         "Mellum",
-        {**MELLUM, "num_hidden_layers": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True}
-        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], **ONE_KV_HEAD}
-        | {"attention_bias": True, **unscaled_windows("linear")},
+        {**MELLUM, "num_hidden_layers": 3, "num_experts_per_tok": 1, **TIED}
+        | {**ONE_WINDOW, **ONE_KV_HEAD}
+        | {**BIASES, **unscaled_windows("linear")},
     ),
     "deepseek2-ocr": TinyModel(
         "Llama",
@@ -1488,7 +1415,7 @@ EXPERTS: dict[str, TinyModel] = {
     ),
     "deepseek2-ocr-normalised": TinyModel(
         "Llama",
-        {"num_attention_heads": 3, "num_key_value_heads": 3, "tie_word_embeddings": True},
+        {"num_attention_heads": 3, "num_key_value_heads": 3, **TIED},
         patch=partial(use_deepseek_experts, normalised=True),
         written_as=named("DeepseekOCR2") | DEEPSEEK_OCR | {"norm_topk_prob": True},
         published=(with_eyes,),
@@ -1502,7 +1429,7 @@ EXPERTS: dict[str, TinyModel] = {
     ),
     "bailingmoe-raw-weights": TinyModel(
         "Llama",
-        {"num_attention_heads": 3, **ONE_KV_HEAD},
+        THREE_HEADS,
         patch=use_deepseek_experts,
         written_as=named("BailingMoe") | BAILING_EXPERTS | {"norm_topk_prob": False},
         published=(one_qkv, renamed(BAILING)),
@@ -1515,7 +1442,7 @@ EXPERTS: dict[str, TinyModel] = {
     ),
     "bailingmoe2-heads": TinyModel(
         "Glm4Moe",
-        {**BAILING2, "num_attention_heads": 3, **ONE_KV_HEAD, "norm_topk_prob": False, "n_shared_experts": 2}
+        {**BAILING2, **THREE_HEADS, "norm_topk_prob": False, "n_shared_experts": 2}
         | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
         written_as=named("BailingMoeV2") | BAILING_EXPERTS | {"first_k_dense_replace": 0},
         published=(one_qkv, BAILING2_NAMES),
@@ -1523,14 +1450,14 @@ EXPERTS: dict[str, TinyModel] = {
     "hy_v3": TinyModel("HYV3", HY_V3),
     "hy_v3-dense": TinyModel(
         "HYV3",
-        {**HY_V3, "num_attention_heads": 3, **ONE_KV_HEAD, "num_shared_experts": 2, "num_experts_per_tok": 1}
-        | {"tie_word_embeddings": True, "mlp_layer_types": ["dense", "dense", "sparse"]}
+        {**HY_V3, **THREE_HEADS, "num_shared_experts": 2, "num_experts_per_tok": 1}
+        | {**TIED, "mlp_layer_types": ["dense", "dense", "sparse"]}
         | rope("linear"),
     ),
     "mistral4": TinyModel("Mistral4", MISTRAL4),
     "mistral4-dense": TinyModel(
         "Mistral4",
-        {**MISTRAL4, "first_k_dense_replace": 2, "norm_topk_prob": False, "tie_word_embeddings": True}
+        {**MISTRAL4, "first_k_dense_replace": 2, "norm_topk_prob": False, **TIED}
         | {"num_experts_per_tok": 1, "v_head_dim": 24},
     ),
     "mistral4-groups": TinyModel(
@@ -1539,7 +1466,7 @@ EXPERTS: dict[str, TinyModel] = {
     "deepseek32": TinyModel("DeepseekV32", DSA),
     "deepseek32-tied": TinyModel(
         "DeepseekV32",
-        {**DSA, "n_group": 1, "topk_group": 1, "tie_word_embeddings": True, "norm_topk_prob": False}
+        {**DSA, "n_group": 1, "topk_group": 1, **TIED, "norm_topk_prob": False}
         | {"num_experts_per_tok": 1, "v_head_dim": 24, "first_k_dense_replace": 2},
     ),
     "deepseek4": TinyModel("DeepseekV4", DEEPSEEK4, patch=draw_tables),
@@ -1589,7 +1516,7 @@ EXPERTS: dict[str, TinyModel] = {
     "deepseek2-groups": TinyModel(
         "DeepseekV2",
         {**DEEPSEEK, **DEEPSEEK_GROUPS, **rope("yarn", mscale=0.8, mscale_all_dim=1.3, beta_fast=8.0)}
-        | {"topk_method": "group_limited_greedy", "n_shared_experts": 2, "attention_bias": True},
+        | {"topk_method": "group_limited_greedy", "n_shared_experts": 2, **BIASES},
     ),
     "deepseek2-v3": TinyModel(
         "DeepseekV3", {**DEEPSEEK, **DEEPSEEK_GROUPS, **rope("yarn", mscale=1.0, mscale_all_dim=1.0)}
@@ -1597,7 +1524,7 @@ EXPERTS: dict[str, TinyModel] = {
     "deepseek2-kimi": TinyModel(
         "DeepseekV3",
         {**DEEPSEEK, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "num_attention_heads": 3}
-        | {"num_key_value_heads": 3, "first_k_dense_replace": 0, "tie_word_embeddings": True}
+        | {"num_key_value_heads": 3, "first_k_dense_replace": 0, **TIED}
         | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64},
     ),
     "kimi-linear": TinyModel("KimiLinear", KIMI),
@@ -1620,14 +1547,14 @@ EXPERTS: dict[str, TinyModel] = {
     "jamba-tied": TinyModel(
         "Jamba",
         {**JAMBA, "attn_layer_period": 2, "expert_layer_period": 3, "expert_layer_offset": 0}
-        | {"tie_word_embeddings": True, "mamba_d_conv": 3},
+        | {**TIED, "mamba_d_conv": 3},
     ),
     "granitehybrid": TinyModel("GraniteMoeHybrid", GRANITE_HYBRID),
     "granitehybrid-rope": TinyModel(
         "GraniteMoeHybrid",
         {**GRANITE_HYBRID, "num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 1}
         | {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
-        | {"tie_word_embeddings": True},
+        | TIED,
     ),
     "nemotron-h-moe": TinyModel("NemotronH", NEMOTRON_H_EXPERTS),
     "nemotron-h-moe-latent": TinyModel(

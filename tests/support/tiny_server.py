@@ -7,8 +7,8 @@ import json
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from hotset.server.settings import ServerSettings
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
-__all__ = ["MESSAGES", "Serving", "client_of", "events_of", "run", "text_of", "write_model", "write_reranker"]
+ClientAndService = AbstractAsyncContextManager[tuple[httpx.AsyncClient, Service]]
+
+__all__ = ["MESSAGES", "Serving", "client_of", "events_of", "text_of", "write_model", "write_reranker"]
 
 
 @asynccontextmanager
@@ -38,6 +40,12 @@ async def client_of(
         yield client, service
 
 
+def with_template(folder: Path, template: str, *, n_ctx: int = 2048, **settings: Any) -> ClientAndService:
+    """Return the results of `client_of` for a model with this chat template."""
+    keys = {"tokenizer.chat_template": template, "llama.context_length": 2048}
+    return client_of(write_model(folder / "tiny.gguf", **keys), load={"n_ctx": n_ctx}, **settings)
+
+
 @asynccontextmanager
 async def client_to(host: Host) -> AsyncIterator[httpx.AsyncClient]:
     """Yield a client of a server that has loaded its model, or its first models."""
@@ -49,16 +57,6 @@ async def client_to(host: Host) -> AsyncIterator[httpx.AsyncClient]:
             transport=transport, base_url="http://localhost", timeout=WATCHDOG
         ) as client:
             yield client
-
-
-def run(path: Path, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]], **options: Any) -> None:
-    """Run `work` with the results of `client_of`."""
-
-    async def whole() -> None:
-        async with client_of(path, **options) as (client, service):
-            await work(client, service)
-
-    asyncio.run(whole())
 
 
 class Serving:

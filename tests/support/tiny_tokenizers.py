@@ -155,7 +155,7 @@ def trained_word_piece(*, lowercase: bool = True, strips: bool | None = None):
 def trained_unigram():
     """Return (SentencePiece's processor, its charsmap): a unigram model with nmt_nfkc, trained here."""
     sentencepiece = pytest.importorskip("sentencepiece")
-    from hotset.convert.hf_tokenizer import _merged, _proto_fields
+    from hotset.convert.hf_tokenizer import _merged, proto_fields
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -163,8 +163,8 @@ def trained_unigram():
         character_coverage=0.99, normalization_rule_name="nmt_nfkc", hard_vocab_limit=False,
         user_defined_symbols=["<user>"], minloglevel=2,
     )  # fmt: skip
-    fields = list(_proto_fields(model.getvalue()))
-    charsmap = dict(_proto_fields(_merged(fields, 3)))[2]
+    fields = list(proto_fields(model.getvalue()))
+    charsmap = dict(proto_fields(_merged(fields, 3)))[2]
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()), bytes(charsmap)
 
 

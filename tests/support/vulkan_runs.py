@@ -10,20 +10,33 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from backend_runs import batch, tokens
-from derived_bounds import EXP, FLOATS, TINY, Oracle, U, activation_bound, gamma, similarity_gate_bound
+from derived_bounds import (
+    EXP,
+    FLOATS,
+    TINY,
+    Oracle,
+    U,
+    activation_bound,
+    gamma,
+    is_neuron_major,
+    rows_of,
+    similarity_gate_bound,
+)
 
 from hotset import _core
 from hotset.backends.base import Batch
 from hotset.backends.cpu.worker import CpuWorker
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.stage import BackendOptions
+from hotset.backends.vulkan import devices, planning
 from hotset.backends.vulkan.devices import find_device
 from hotset.backends.vulkan.kernels import Recorder, VulkanKernels
 from hotset.backends.vulkan.opening import open_placed
@@ -51,6 +64,7 @@ from hotset.model.operations import (
     TransposedLinear,
     UnitNorm,
 )
+from hotset.placement import machine
 from hotset.placement.budget import Budget, MemoryBudget
 from hotset.placement.table import CPU, LayerPlacement, Placement
 
@@ -120,6 +134,28 @@ def stage_of(backend: ChainBackend) -> VulkanStage:
     stage = backend.stages[-1]
     assert isinstance(stage, VulkanStage)
     return stage
+
+
+@pytest.fixture
+def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the CPU so slow that placing a tiny model pays."""
+    slow = {"cpu_read": 1e7, "cpu_gather": 1e7, "cpu_read_busy": 1e7, "cpu_gather_busy": 1e7}
+    monkeypatch.setattr(machine, "STAND_IN", replace(machine.STAND_IN, sync=1e-6, launch=1e-9, **slow))
+
+
+def assert_cheap_submissions_decide(
+    monkeypatch: pytest.MonkeyPatch, kind: str, pays: Callable[[], bool], *, dear: float
+) -> None:
+    """Check that the CPU shares work only with a device of its own memory whose submissions cost little.
+
+    pays: plan, and return whether it is shared. dear: seconds of a submission that is too dear.
+    """
+    there = [replace(info, kind=kind) for info in devices.list_devices()]
+    monkeypatch.setattr(devices, "list_devices", lambda: there)
+    for sync, is_cheap in ((1e-6, True), (dear, False)):
+        rates = replace(machine.STAND_IN, sync=sync)
+        monkeypatch.setattr(planning, "rates_beside", lambda *_, rates=rates: rates)
+        assert pays() == (kind == "discrete" and is_cheap)
 
 
 def check_failing_worker(backend: ChainBackend, step: Batch, expected: np.ndarray) -> None:
@@ -307,34 +343,12 @@ class VulkanOracle(Oracle):
         )
         return expected, bound
 
-    def _expected_of_experts(
-        self, op: ExpertLinear | ExpertSum, taps: dict[int, np.ndarray]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        neuron_major = isinstance(op, ExpertSum) and op.neuron_major
-        if self.weights.tensors[op.weights[0]].type not in FLOATS and not neuron_major:
-            return super()._expected_of_experts(op, taps)
-        route, x = taps[op.route.id], taps[op.x.id]
-        n, k = len(x), op.n_used
-        of_all = isinstance(op, ExpertLinear) and not op.of_parts
-        parts = np.repeat(x[:, None], k, axis=1) if of_all else x.reshape(n, k, -1)
-        n_rows = op.n_rows if isinstance(op, ExpertLinear) else op.out.width
-        first = op.first_row if isinstance(op, ExpertLinear) else 0
-        expected, bound = self._by_experts(op, parts, route, n_rows), np.empty((n, k, n_rows))
-        for t in range(n):
-            for j in range(k):
-                weights, x = self._weights.expert(op, int(route[t, j])), parts[t, j][None]
-                if neuron_major:
-                    bound[t, j] = transposed_bound(x, weights)[0]
-                else:
-                    bound[t, j] = product_bound(x, weights[first : first + n_rows])[0]
-        if op.bias is not None:
-            bound += U * (np.abs(expected) + bound)
-        if isinstance(op, ExpertLinear):
-            return expected.reshape(n, -1), bound.reshape(n, -1)
-        weights = np.abs(route[:, k:, None])
-        sums = (weights * np.abs(expected)).sum(axis=1)
-        of_products = (weights * bound).sum(axis=1) * 2
-        return (route[:, k:, None] * expected).sum(axis=1), of_products + gamma(k + 2) * sums + k * TINY
+    def _expert_bound(self, op: ExpertLinear | ExpertSum, expert: int, x: np.ndarray) -> np.ndarray:
+        if is_neuron_major(op):
+            return transposed_bound(x, self._weights.expert(op, expert))
+        if self.weights.tensors[op.weights[0]].type not in FLOATS:
+            return super()._expert_bound(op, expert, x)
+        return product_bound(x, self._weights.expert(op, expert)[rows_of(op)])
 
 
 def assert_every_operation_is_right(

@@ -505,7 +505,7 @@ class Held(GrammarConstraint):
 
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_a_mask_that_takes_long_is_not_waited_for(is_slow: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_module, "_MASK_SECONDS", 0.0)
+    monkeypatch.setattr(engine_module, "MASK_SECONDS", 0.0)
     monkeypatch.setattr(Held, "gate", threading.Event())
     made = grammars()
     params = SamplingParams(seed=5, max_tokens=20)

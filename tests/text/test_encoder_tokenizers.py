@@ -174,7 +174,7 @@ def test_a_damaged_charsmap_does_no_harm(at: int, byte: int) -> None:
 def test_memory_of_texts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     _, charsmap = trained_unigram()
     expected = [CharsMap(charsmap)(text) for text in TEXTS]
-    monkeypatch.setattr("hotset.text.charsmap._REMEMBERED", 5)
+    monkeypatch.setattr("hotset.text.charsmap.REMEMBERED", 5)
     normalise = CharsMap(charsmap)
     assert [normalise(text) for text in TEXTS] == expected
     assert len(normalise._steps) <= 5

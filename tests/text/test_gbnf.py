@@ -19,7 +19,7 @@ def accepted(grammar: str, words: list[str]) -> set[str]:
     """Return the words that llguidance, reading byte by byte, accepts for a GBNF grammar."""
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-    tokenizer = LLTokenizer(TokenizerWrapper(grammar_child._Bytes([])))
+    tokenizer = LLTokenizer(TokenizerWrapper(grammar_child.Bytes([])))
     lark = LLMatcher.grammar_from_lark(gbnf.lark_of(grammar))
     matcher = LLMatcher(tokenizer, lark, log_level=0)
     if matcher.is_error():

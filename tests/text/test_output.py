@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
+import parsed_calls
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parsed_calls import FORM, assert_pieces_do_not_matter
 from tiny_tokenizers import bpe_metadata
 
 from hotset.text import reasoning
@@ -23,16 +25,7 @@ NAMES = {"f", "g", "get_weather"}
 THINK = ("<think>", "</think>")
 
 
-FORM = {form.name: form for form in FORMS}
-
-
-def read(form: str, pieces: Sequence[str], names: Collection[str] | None = NAMES) -> list[Part]:
-    numbers = itertools.count()
-    parser = parser_of(FORM[form], names, lambda: f"id{next(numbers)}")
-    parts = [part for piece in pieces for part in parser.push(piece)]
-    parts += parser.finish()
-    assert parser.finish() == []
-    return merged(parts)
+read = partial(parsed_calls.read, names=NAMES)
 
 
 def call(n: int, name: str, arguments: str) -> list[Part]:
@@ -152,14 +145,7 @@ LETTERS = st.sampled_from(
 @settings(max_examples=400)
 @given(st.sampled_from(list(FORM)), st.lists(LETTERS, max_size=25), st.data())
 def test_any_text_in_any_pieces_gives_the_same_parts(form: str, words: list[str], data: st.DataObject):
-    text = "".join(words)
-    splits = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    pieces = [text[a:b] for a, b in itertools.pairwise([0, *splits, len(text)])]
-    whole = read(form, [text])
-    assert read(form, pieces) == whole
-    assert read(form, list(text)) == whole
-    if not any(isinstance(part, CallStart | ReasoningChunk) for part in whole) and form != "harmony":
-        assert "".join(part.text for part in whole if isinstance(part, Text)) == text, "text was lost"
+    assert_pieces_do_not_matter(form, "".join(words), NAMES, data)
 
 
 @pytest.mark.parametrize(("form", "emitted", "parts"), [one for one in EMITTED if one[0] == "hermes"])

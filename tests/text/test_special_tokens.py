@@ -21,7 +21,7 @@ def by_regex(text: str, words: list[str]) -> list[tuple[str, bool]]:
 
 @pytest.mark.parametrize("window", [1, 2, 7, 1 << 15])
 def test_parts_equal_a_regular_expressions(window: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(special_tokens, "_WINDOW", window)
+    monkeypatch.setattr(special_tokens, "WINDOW", window)
     draw = random.Random(window)
     pieces = [*WORDS, "<", "|", "im", "a", "b", " ", "é", "x"]
     for _ in range(400):

@@ -237,9 +237,9 @@ def test_documents_without_common_fields(tmp_path: Path, monkeypatch: pytest.Mon
     """Limit the nulls: each document gets a null for every field that only others have."""
     (tmp_path / "t.yaml").write_text(GOOD)
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(DOCUMENT | {f"f{i}": 1}) + "\n" for i in range(9)))
-    monkeypatch.setattr(task_file, "_MOST_NULLS", 72)
+    monkeypatch.setattr(task_file, "MOST_NULLS", 72)
     assert len(read_task(tmp_path / "t.yaml").questions) == 9
-    monkeypatch.setattr(task_file, "_MOST_NULLS", 71)
+    monkeypatch.setattr(task_file, "MOST_NULLS", 71)
     with pytest.raises(HotsetError, match=r"too few fields in common: 9 with 12 fields in all"):
         read_task(tmp_path / "t.yaml")
 
@@ -249,7 +249,7 @@ def test_prompts_have_a_limit_together(tmp_path: Path, monkeypatch: pytest.Monke
         changed("{{q}}", "{{ 'a' * 100 }}") + "fewshot_config: {sampler: first_n}\n"
     )
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(DOCUMENT | {"q": i}) + "\n" for i in range(9)))
-    monkeypatch.setattr(few_shot, "_MOST_CHARS", 9 * (2 * 100 + 1 + 4 + 2 + 6))
+    monkeypatch.setattr(few_shot, "MOST_CHARS", 9 * (2 * 100 + 1 + 4 + 2 + 6))
     assert len(read_task(tmp_path / "t.yaml", 1).questions) == 9
     with pytest.raises(HotsetError, match=r"line 6: the prompts up to here .* fewer shots or questions"):
         read_task(tmp_path / "t.yaml", 2)

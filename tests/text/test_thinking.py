@@ -39,10 +39,6 @@ def driven(form: OutputForm, budget: ThinkingBudget | None, wanted: str, n_token
     return form.tokenizer.decode(ids)
 
 
-def thinking_of(text: str, mark: str = "</think>") -> str:
-    return text.partition(mark)[0]
-
-
 @pytest.mark.parametrize("specials", [(), ("<think>", "</think>")])
 @pytest.mark.parametrize("n", [1, 5, 12])
 def test_the_end_is_forced_when_the_budget_is_used_up(specials: tuple[str, ...], n: int) -> None:

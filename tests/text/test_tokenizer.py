@@ -97,7 +97,7 @@ SPLITS = {
 @pytest.mark.parametrize("pre", SPLITS)
 def test_where_a_text_is_cut(pre):
     tokenizer = load_tokenizer(bpe_metadata(pre))
-    splits = tokenizer._library.pre_tokenizer.pre_tokenize_str("Ab1234 5'S it's iPhone\n\n  x,.é你")
+    splits = tokenizer.library.pre_tokenizer.pre_tokenize_str("Ab1234 5'S it's iPhone\n\n  x,.é你")
     words = ["Ab1234 5'S it's iPhone\n\n  x,.é你"[begin:end] for _, (begin, end) in splits]
     assert words == SPLITS[pre]
 
@@ -107,7 +107,7 @@ def test_without_a_name_the_architecture_says_where_a_text_is_cut(architecture, 
     """PowerInfer's files carry no tokenizer.ggml.pre."""
     text = "It's 12345 `x`, he said...\n"
     splits = [
-        load_tokenizer(metadata)._library.pre_tokenizer.pre_tokenize_str(text)
+        load_tokenizer(metadata).library.pre_tokenizer.pre_tokenize_str(text)
         for metadata in (bpe_metadata(None) | {"general.architecture": architecture}, bpe_metadata(pre))
     ]
     assert splits[0] == splits[1]

@@ -8,31 +8,26 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import parsed_calls
 import pytest
 from cases import quick_are
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parsed_calls import FORM, assert_pieces_do_not_matter, text_of
 from published_calls import GLM, INVOKE, KIMI, OSLO, PUBLISHED, QWEN, ROME, TEMPLATES, TOOLS, V3, V31, J
 
-from hotset.text.parts import CallArguments, CallStart, Part, ReasoningChunk, Text, merged
-from hotset.text.tool_calls import FORMS, form_of, parser_of
+from hotset.text.parts import CallArguments, CallStart, Part, Text
+from hotset.text.tool_calls import form_of, parser_of
 from hotset.text.tool_calls.reader import MAX_HEAD, MAX_NAME
 from hotset.text.tool_calls.values import TYPES, as_json, types_of
 
-FORM = {form.name: form for form in FORMS}
 Found = tuple[str, list[tuple[str, Any]]]
 
 
-def read(form: str, pieces: Sequence[str]) -> list[Part]:
-    numbers = itertools.count()
-    parser = parser_of(FORM[form], TOOLS, lambda: f"id{next(numbers)}")
-    parts = [part for piece in pieces for part in parser.push(piece)]
-    parts += parser.finish()
-    assert parser.finish() == []
-    return merged(parts)
+read = partial(parsed_calls.read, names=TOOLS)
 
 
 def calls_of(parts: list[Part]) -> list[tuple[str, str]]:
@@ -43,10 +38,6 @@ def calls_of(parts: list[Part]) -> list[tuple[str, str]]:
         if isinstance(part, CallArguments):
             texts[part.call] += part.text
     return [(names[n], texts[n]) for n in names]
-
-
-def text_of(parts: list[Part]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, Text))
 
 
 # Malformed answers: text stays text, and an incomplete call has incomplete JSON as its arguments.
@@ -266,13 +257,7 @@ def test_any_text_in_any_pieces_gives_the_same_parts(form: str):
     @settings(max_examples=60)
     @given(st.lists(words, max_size=12), st.data())
     def check(found: list[str], data: st.DataObject) -> None:
-        text = "".join(found)
-        splits = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-        whole = read(form, [text])
-        assert read(form, [text[a:b] for a, b in itertools.pairwise([0, *splits, len(text)])]) == whole
-        assert read(form, list(text)) == whole
-        if not any(isinstance(part, CallStart | ReasoningChunk) for part in whole) and form != "harmony":
-            assert text_of(whole) == text, "text was lost"
+        assert_pieces_do_not_matter(form, "".join(found), TOOLS, data)
 
     check()
 

@@ -33,7 +33,7 @@ from hotset.backends.torch.graph import TorchGraph  # noqa: E402
 from hotset.reporter import Reporter  # noqa: E402
 from hotset.training import generate as writing  # noqa: E402
 from hotset.training.adapters import TrainedAdapters, digest, merge  # noqa: E402
-from hotset.training.calibrate import LayerTarget, _cheapest, calibrate, choose_targets, kernel_widths  # noqa: E402
+from hotset.training.calibrate import LayerTarget, calibrate, cheapest, choose_targets, kernel_widths  # noqa: E402
 from hotset.training.generate import circles, generate, read_documents  # noqa: E402
 from hotset.training.sparsify import (  # noqa: E402
     SparsifySettings,
@@ -353,7 +353,7 @@ class TestLinearPath:
             [(float(weight / s), float(s), LayerTarget(float(s))) for s in shares]
             for weight in rng.uniform(0.1, 10, 4)
         ]
-        chosen = [choice.share for choice in _cheapest(options, 0.25)]
+        chosen = [choice.share for choice in cheapest(options, 0.25)]
         suffered = sum(layer[list(shares).index(s)][0] for layer, s in zip(options, chosen, strict=True))
         assert sum(chosen) <= 4 * 0.25
         for other in itertools.product(range(5), repeat=4):
@@ -748,7 +748,7 @@ class TestGenerating:
     def test_continuations_begin_with_a_piece_of_a_text(self) -> None:
         """Check pieces of 8 to 48 tokens from any place of a text, in as many cases as questions leave."""
         text, source = list(range(100)), random.Random(1)
-        begun = [writing._beginning(Asked(), source, [text], 0.0) for _ in range(3000)]  # type: ignore[arg-type]
+        begun = [writing.beginning_of(Asked(), source, [text], 0.0) for _ in range(3000)]  # type: ignore[arg-type]
         openings = [one for one in begun if one == [-1]]
         pieces = [one for one in begun if one != [-1]]
         assert len(openings) / len(begun) == pytest.approx(0.5, abs=0.05)

@@ -186,7 +186,7 @@ def test_limit_below_one_sequence_gives_one_message(tmp_path: Path) -> None:
 
 
 def test_killed_collection_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_files, "_SHARD_BYTES", 2000)
+    monkeypatch.setattr(pair_files, "SHARD_BYTES", 2000)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     settings = {"max_bytes": 1 << 20, "settings": {"a": 1}}
     expected = collect(whole, fake_steps, SOURCES, SEQUENCES[4:], SEQUENCES[:4], **settings)

@@ -20,7 +20,7 @@ from hotset.placement.detect import INSTALL, Examined, detect_gpu, missing_libra
 from hotset.storage import store
 from hotset.units import human_size
 
-_PACKAGES = (
+PACKAGES = (
     "hotset",
     "numpy",
     "tokenizers",
@@ -108,7 +108,7 @@ def examine(devices: Mapping[str, tuple[list[Examined], str]]) -> dict[str, Any]
             backend: {"devices": [one.facts for one in found], "why": why}
             for backend, (found, why) in devices.items()
         },
-        "packages": {name: package_version(name) for name in _PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES},
     }
 
 

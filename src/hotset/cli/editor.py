@@ -32,8 +32,8 @@ from hotset.storage import store
 
 _PROMPT, _CONTINUATION = "> ", "  "
 _QUOTES = '"""'
-_LARGEST_HISTORY = 1 << 20  # bytes of the file
-_LONGEST_ENTRY = 64 << 10  # bytes of a message; a longer one is not stored
+LARGEST_HISTORY = 1 << 20  # bytes of the file
+LONGEST_ENTRY = 64 << 10  # bytes of a message; a longer one is not stored
 
 
 def is_open(typed: str) -> bool:
@@ -131,13 +131,13 @@ class ChatHistory(History):
 
     def store_string(self, string: str) -> None:
         entry = json.dumps(string)
-        if len(entry) > _LONGEST_ENTRY:
+        if len(entry) > LONGEST_ENTRY:
             return
         try:
             path = _history_file()
             entries = [*_kept(path), entry]  # read again, because other chats may have added entries
             size = sum(len(one) + 1 for one in entries)
-            while size > _LARGEST_HISTORY:
+            while size > LARGEST_HISTORY:
                 size -= len(entries.pop(0)) + 1
             path.parent.mkdir(parents=True, exist_ok=True)
             text = "".join(f"{one}\n" for one in entries)
@@ -159,7 +159,7 @@ def _history_file() -> Path:
 def _kept(path: Path) -> list[str]:
     """Return the entries of a file, unchanged. Raises HotsetError."""
     try:
-        lines = read_small_file(path, _LARGEST_HISTORY).decode("utf-8", "replace").split("\n")
+        lines = read_small_file(path, LARGEST_HISTORY).decode("utf-8", "replace").split("\n")
     except FileNotFoundError:
         return []
     return [line for line in lines if _is_entry(line)]

@@ -106,7 +106,7 @@ def launch(
         if found is None:
             with ProgressBar() as bar:
                 path = resolve(name, progress=bar)
-            found = stack.enter_context(_started(name, ctx_size or _context(name, path)))
+            found = stack.enter_context(started_server(name, ctx_size or _context(name, path)))
         if found.n_ctx is not None and found.n_ctx < _SHORT_CONTEXT:
             warn(
                 f"the context is {found.n_ctx} tokens; coding agents often need {_CONTEXT}. Choose a model "
@@ -237,7 +237,7 @@ def _with(ctx_size: int | None) -> str:
 
 
 @contextlib.contextmanager
-def _started(model: str, ctx_size: int | None) -> Iterator[ServerAddress]:
+def started_server(model: str, ctx_size: int | None) -> Iterator[ServerAddress]:
     """Yield a new server of a model on a free port of this machine. It ends with the tool."""
     check_installed()
     with socket.socket() as probe:

@@ -190,7 +190,7 @@ class _Group(_Subcommands):
     """All subcommands. It turns their exceptions into a message and an exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _as_options(args))
+        return super().parse_args(ctx, as_options(args))
 
     def get_params(self, ctx: Any) -> list[Any]:
         return [take_no_value(option) for option in super().get_params(ctx)]
@@ -240,11 +240,11 @@ class _Group(_Subcommands):
             sys.exit(1)
 
 
-def _as_options(args: list[str]) -> list[str]:
+def as_options(args: list[str]) -> list[str]:
     """Return the arguments with `help`, `version` and aliases replaced by their meaning."""
     match args:
         case ["help", name, *rest] if name not in ("help", "version"):
-            return [*_as_options([name, *rest]), "--help"]
+            return [*as_options([name, *rest]), "--help"]
         case ["help", *_]:
             return ["--help"]
         case ["version", *_]:

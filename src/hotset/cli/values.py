@@ -69,13 +69,13 @@ def take_plain_values(options: Iterable[Any], parameters: Mapping[str, Parameter
         if info.callback is None and not info.clamp:
             kind, *others = {*(get_args(kinds) or [kinds])} - {NoneType}
             is_plain = not others and not _is_list(option)
-            option.process_value = _Taking(option, info.parser or _reader(kind if is_plain else None, info))
+            option.process_value = Taking(option, info.parser or _reader(kind if is_plain else None, info))
 
 
 def take_no_value(option: Any) -> Any:
     """Return the same option, which does nothing if it is not given."""
-    if option is not None and not isinstance(option.process_value, _Taking):
-        option.process_value = _Taking(option, None)
+    if option is not None and not isinstance(option.process_value, Taking):
+        option.process_value = Taking(option, None)
     return option
 
 
@@ -101,7 +101,7 @@ def _as_number(value: Any, kind: type) -> Any:
     return kind(value) if is_plain and (kind is float or "." not in value) else value
 
 
-class _Taking:
+class Taking:
     """A replacement for an option's `process_value`. read: reads a value; None: Typer does."""
 
     def __init__(self, option: Any, read: Callable[[Any], Any] | None):

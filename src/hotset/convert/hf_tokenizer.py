@@ -705,9 +705,9 @@ def _sentencepiece(
     try:
         proto = read_small_file(path)
         sp = SentencePieceProcessor(model_proto=proto)
-        fields = list(_proto_fields(proto))  # of sentencepiece_model.proto
-        trainer, normalizer, denormalizer = (dict(_proto_fields(_merged(fields, n))) for n in (2, 3, 5))
-        pieces = [dict(_proto_fields(value)) for number, value in fields if number == 1]
+        fields = list(proto_fields(proto))  # of sentencepiece_model.proto
+        trainer, normalizer, denormalizer = (dict(proto_fields(_merged(fields, n))) for n in (2, 3, 5))
+        pieces = [dict(proto_fields(value)) for number, value in fields if number == 1]
         n = sp.vocab_size()
         tokens = [sp.id_to_piece(i) for i in range(n)]
         scores = [sp.get_score(i) for i in range(n)]
@@ -767,7 +767,7 @@ def _check_sentencepiece(
             raise TokenizerError(f"{path} is {what}, which is not supported")
 
 
-def _proto_fields(message: bytes | int) -> Iterator[tuple[int, bytes | int]]:
+def proto_fields(message: bytes | int) -> Iterator[tuple[int, bytes | int]]:
     """Yield (field number, value) of a protocol buffer that the sentencepiece library has accepted."""
     data = message if isinstance(message, bytes) else b""
     at = 0

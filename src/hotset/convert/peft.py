@@ -33,7 +33,7 @@ CONFIG = "adapter_config.json"
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _MOST_ALPHA = 1e30
 _MOST_PAIRS = 4096  # of matrices; also the maximum number of patterns
-_CONFIG_BYTES, _HEADER_BYTES = 1 << 20, 16 << 20
+_CONFIG_BYTES, HEADER_BYTES = 1 << 20, 16 << 20
 _LITERAL = re.compile(r"[A-Za-z0-9_.]+")
 # Entries that change the meaning of an adapter, and their values without effect.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -134,7 +134,7 @@ def _target(module: str, hf: HFClass) -> str | None:
 
 
 def _tensors(folder: Path) -> tuple[dict[str, np.ndarray], MappedFile]:
-    map_bounded = partial(map_safetensors, header_bytes=_HEADER_BYTES)
+    map_bounded = partial(map_safetensors, header_bytes=HEADER_BYTES)
     for name, mapped in (("adapter_model.safetensors", map_bounded), ("adapter_model.bin", map_torch)):
         if (folder / name).exists():
             return mapped(folder / name)

@@ -237,14 +237,14 @@ def in_memory(pool: PagePool, memory: CacheMemory, prefix: Prefix, keys: Sequenc
         kept = {i: pool.states.find(serial) for i, (_, serial) in enumerate(pages)}
         states = {i: found for i, found in kept.items() if found is not None}
         del pages[max(states, default=-1) + 1 :]  # without a state, no sequence can continue from these
-    stored = _states_to_store(list(states), prefix.n_prompt // PAGE_SIZE - 1, memory)
+    stored = states_to_store(list(states), prefix.n_prompt // PAGE_SIZE - 1, memory)
     for i, found in enumerate(pages):
         yield Copied(i, Kind.kv, keys[i], pool, memory, found)
         if i in stored:
             yield Copied(i, Kind.state, keys[i], pool, memory, states[i])
 
 
-def _states_to_store(kept: Sequence[int], end_of_prompt: int, memory: CacheMemory) -> set[int]:
+def states_to_store(kept: Sequence[int], end_of_prompt: int, memory: CacheMemory) -> set[int]:
     """Return the blocks in `kept`, which have a saved state, whose states are worth storing.
 
     These are the last block, the last block of the prompt (another question continues there), and as many

@@ -24,7 +24,7 @@ from hotset.errors import InvalidRequestError, OutOfMemoryError, QueueFullError
 
 _T = TypeVar("_T")
 
-_LINGER_SECONDS = 1.0  # how long the thread waits for more work before it ends
+LINGER_SECONDS = 1.0  # how long the thread waits for more work before it ends
 _AGAIN_SECONDS = 0.01  # between two attempts to cancel a step: one that has not begun yet misses the first
 _LOOK_SECONDS = 0.25  # between two checks whether a waiting consumer was forked away from its engine
 
@@ -212,7 +212,7 @@ class EngineThread:
                 if self._inbox or (self.engine.has_work and not self._guests):
                     return True
                 # An exclusive caller wakes this thread when it leaves, perhaps with work.
-                timeout = None if self._guests else _LINGER_SECONDS
+                timeout = None if self._guests else LINGER_SECONDS
                 if not self._wake.wait(timeout) and not (self._inbox or self._guests or self.engine.has_work):
                     break
             self._thread = None

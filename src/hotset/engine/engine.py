@@ -54,7 +54,7 @@ ThresholdedTokens = Literal["none", "answers", "all"]
 
 # How long a step waits for the masks of constraints: in total; if there is only one sequence; if all
 # sequences wait for masks.
-_MASK_SECONDS, _ALONE_SECONDS, _ALL_SECONDS = 0.1, 1.0, 0.01
+MASK_SECONDS, _ALONE_SECONDS, _ALL_SECONDS = 0.1, 1.0, 0.01
 
 _BLOCK_SECONDS = 0.01  # how long a step without other work waits for blocks from disk
 
@@ -515,7 +515,7 @@ class Engine:
         changed: set[Sequence] = set()
         answers: list[_Answer] = []
         row = token = 0
-        until = time.perf_counter() + _MASK_SECONDS
+        until = time.perf_counter() + MASK_SECONDS
         for sequence, n in chunks:
             start, end = sequence.n_computed, sequence.n_computed + n - len(sequence.draft)
             n_rows = sequence.n_rows(n)

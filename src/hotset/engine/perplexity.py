@@ -29,7 +29,7 @@ from hotset.reporter import Reporter
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
 
-_TILE_BYTES = 8 << 20  # of float64 logits that are compared together
+TILE_BYTES = 8 << 20  # of float64 logits that are compared together
 
 
 @dataclass(frozen=True)
@@ -263,10 +263,10 @@ def _diverge(sides: Sequence[_Side], rows: Sequence[np.ndarray]) -> None:
     """Add the same rows of logits of all engines, tile by tile; the first engine's are processed once."""
     if len(sides) < 2:
         return
-    n = max(1, _TILE_BYTES // (8 * rows[0].shape[1]))
+    n = max(1, TILE_BYTES // (8 * rows[0].shape[1]))
     for i in range(0, len(rows[0]), n):
         first, *others = (logits[i : i + n] for logits in rows)
-        top, log_p = first.argmax(axis=1), _log_softmax(first)
+        top, log_p = first.argmax(axis=1), log_softmax(first)
         p = np.exp(log_p)
         for side, logits in zip(sides[1:], others, strict=True):
             side.diverge(_kl(p, log_p, logits), top == logits.argmax(axis=1))
@@ -274,7 +274,7 @@ def _diverge(sides: Sequence[_Side], rows: Sequence[np.ndarray]) -> None:
 
 def kl_divergence(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Return KL(first ‖ second) of each row of logits [n, n_vocab], in nats: float64 [n]."""
-    log_p = _log_softmax(first)
+    log_p = log_softmax(first)
     return _kl(np.exp(log_p), log_p, second)
 
 
@@ -285,11 +285,11 @@ def _kl(p: np.ndarray, log_p: np.ndarray, logits: np.ndarray) -> np.ndarray:
     noise.
     """
     # For equal rows, rounding errors of about 1e-16 may be negative.
-    kl: np.ndarray = np.maximum(np.einsum("ij,ij->i", p, log_p - _log_softmax(logits)), 0.0)
+    kl: np.ndarray = np.maximum(np.einsum("ij,ij->i", p, log_p - log_softmax(logits)), 0.0)
     return kl
 
 
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
+def log_softmax(logits: np.ndarray) -> np.ndarray:
     values = logits.astype(np.float64)
     values -= values.max(axis=1, keepdims=True)
     values -= np.log(np.exp(values).sum(axis=1, keepdims=True))

@@ -54,7 +54,7 @@ from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import check_folder, entries, open_regular, read_small_file, write_whole
 from hotset.units import human_size
 
-_MAX_QUEUED = 256  # sequences that may wait to be stored; further ones are not stored
+MAX_QUEUED = 256  # sequences that may wait to be stored; further ones are not stored
 _KEPT_SHARE = 31 / 32  # of the limit, to which eviction reduces the directory
 _LOOK_SHARE = 1 / 64  # of the limit; after writing this much, the directory is scanned for other writers
 _LEFT_OVER_SECONDS = 3600.0  # age at which a temporary file of a killed process is deleted
@@ -228,7 +228,7 @@ class PromptCache:
         if not prefix.n_pages or self._closed:
             return
         with self._guard:
-            if self._n_queued >= _MAX_QUEUED:
+            if self._n_queued >= MAX_QUEUED:
                 self.counts.sequences_dropped += 1
                 return
             self._n_queued += 1

@@ -280,9 +280,9 @@ class Sampler:
                 raise InvalidRequestError(
                     f"token {shown(token)} in logit_bias is not in the vocabulary of {n_vocab} tokens"
                 )
-        self._generator = np.random.Generator(np.random.Philox(self.seed))
+        self.generator = np.random.Generator(np.random.Philox(self.seed))
         # Separate, so that the other draws are the same with and without XTC.
-        self._xtc_generator = np.random.Generator(np.random.Philox([self.seed, 1]))
+        self.xtc_generator = np.random.Generator(np.random.Philox([self.seed, 1]))
         # The numbers of a draw whose token was not accepted yet: after an interruption it is repeated.
         self._numbers: tuple[float, float] | None = None
         self._forbids = -math.inf in bias.values()
@@ -324,8 +324,8 @@ class Sampler:
         """Return a sampler that will draw the same tokens, for drafts. It has no constraint."""
         other = copy.copy(self)
         vars(other).update(
-            _generator=copy.deepcopy(self._generator),
-            _xtc_generator=copy.deepcopy(self._xtc_generator),
+            generator=copy.deepcopy(self.generator),
+            xtc_generator=copy.deepcopy(self.xtc_generator),
             _draw=self._draw.clone(),
             constraint=None,
             _n_top=None,
@@ -371,8 +371,8 @@ class Sampler:
         """
         params = self.params
         if self._numbers is None:
-            u = self._generator.random() if params.temperature else 0.0
-            chance = self._xtc_generator.random() if params.temperature and params.xtc_probability else 1.0
+            u = self.generator.random() if params.temperature else 0.0
+            chance = self.xtc_generator.random() if params.temperature and params.xtc_probability else 1.0
             self._numbers = u, chance
         u, chance = self._numbers
         mask = None if self.constraint is None else self.constraint.mask()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hotset.engine.prompt_cache import PromptCache
 
 _KEPT_STATES = 4  # the newest states of prefixes, which drafts do not evict
-_MAX_LOGITS_BYTES = 64 << 20  # of logits that one step passes to `on_logits`
+MAX_LOGITS_BYTES = 64 << 20  # of logits that one step passes to `on_logits`
 
 Chunks = list[tuple[Sequence, int]]  # sequences of a step, and how many tokens of each
 
@@ -60,7 +60,7 @@ class Scheduler:
         self._backend, self._max_batch, self._counted = backend, max_batch, counted
         self.speculator: Speculator | None = None  # set by the engine
         self.prompt_cache: PromptCache | None = None  # set by the engine
-        self._max_outputs = max(1, _MAX_LOGITS_BYTES // (4 * backend.n_vocab))
+        self._max_outputs = max(1, MAX_LOGITS_BYTES // (4 * backend.n_vocab))
         self.max_sequences, self._whole_texts = max_sequences, whole_texts
         self.page_tables = np.full((max_sequences, max_pages), -1, np.int32)  # by slot
         # With one sequence at a time, nothing waits for the end of a step.

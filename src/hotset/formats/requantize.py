@@ -118,7 +118,7 @@ _KEPT = re.compile(
 _WITHOUT_IMPORTANCE = ("token_embd.weight", "per_layer_token_embd.weight", "output.weight")
 _LARGE = ("llama", "qwen2", "olmo")  # architectures whose 80-layer models have a small attn_v
 _PREDICTOR = re.compile(r"blk\.\d+\.fc[12]\.weight")
-_PIECE_BYTES = 1 << 24  # read and encoded together
+PIECE_BYTES = 1 << 24  # read and encoded together
 
 
 @dataclass(frozen=True)
@@ -434,7 +434,7 @@ def _pieces(
     old = row_bytes(info.type, info.shape[0])
     if not info.nbytes:  # PowerInfer's files may have an empty vector
         return
-    step = max(_PIECE_BYTES // max(old, planned.nbytes * old // info.nbytes), 1) * old
+    step = max(PIECE_BYTES // max(old, planned.nbytes * old // info.nbytes), 1) * old
     gguf.advise(info.name, 0, step, needed=True)
     for start in range(0, info.nbytes, step):
         gguf.advise(info.name, start + step, start + 2 * step, needed=True)

@@ -44,7 +44,7 @@ _HOT_SHARE = 1 / 8  # of all neurons: keeping these in memory saves more than st
 _PER_ROW, _PER_PART = 56, 8  # bytes of tables: of Replacement, and an address
 # Neurons of a layer without a slot for which room is reserved, for one token. Larger steps (prompts, barely
 # sparse models) borrow slots, whose rows must then be read again.
-_USUAL_SHARE, _USUAL_LEAST = 1 / 8, 1024
+USUAL_SHARE, USUAL_LEAST = 1 / 8, 1024
 # The largest step under a tight budget: buffers for larger ones, which only long prompts use, would take
 # memory.
 STEP = 128
@@ -112,7 +112,7 @@ def groups_of(
                     together[0 if decides else -1].append(matrix.weight)
             cold = helped.get(op.layer)
             n_asked = op.n_ff if cold is None else int(cold.sum())
-            some = max(int(op.n_ff * _USUAL_SHARE), _USUAL_LEAST)
+            some = max(int(op.n_ff * USUAL_SHARE), USUAL_LEAST)
             for names in filter(None, together):
                 is_whole = not sparse or (op.mask is None and op.decides.weight in names)
                 yield _row_group(names, tensors, None if is_whole else some, n_asked=n_asked)

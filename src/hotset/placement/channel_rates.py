@@ -56,7 +56,7 @@ def of_cpu(
         version = importlib.metadata.version("hotset")
     machine = [processor_name(), f"{n_threads} threads", isa()]
     return {
-        work.type: kept_once([*machine, key_of(work), version], partial(_measure, n_threads, work),
+        work.type: kept_once([*machine, key_of(work), version], partial(measure_rates, n_threads, work),
         "this machine",
                          work, progress, path)
         for work in works
@@ -110,7 +110,7 @@ def filled(n_bytes: int) -> np.ndarray:
     return found
 
 
-def _measure(n_threads: int, work: Workload) -> ChannelRates:
+def measure_rates(n_threads: int, work: Workload) -> ChannelRates:
     width = work.width
     n_matrices = max(2, work.n_bytes // (row_bytes(work.type, width) * width))
     weights, graph = _weights(work.type, width, n_matrices), Graph()

@@ -23,8 +23,8 @@ from hotset.reporter import Reporter
 
 _SIZES = (4096, 16384, 65536, 524288)
 _CANDIDATES = ((False, 16), (True, 32), (True, 64))
-_SECONDS = 0.1  # of each measurement
-_SMALLEST_FILE = 64 << 20  # smaller files are too small to measure
+SECONDS = 0.1  # of each measurement
+SMALLEST_FILE = 64 << 20  # smaller files are too small to measure
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def measure_disk(file: Path, *, progress: Reporter | None = None, path: Path | N
 
     A file below 64 MiB gets the USUAL rates.
     """
-    if file.stat().st_size < _SMALLEST_FILE:
+    if file.stat().st_size < SMALLEST_FILE:
         return USUAL
     key = f"{processor_name()} | disk {os.stat(file).st_dev} | {os.cpu_count()} threads"
 
@@ -93,7 +93,7 @@ def _measure(file: Path) -> DiskRates:
             reader = _core.Reader(ring, depth)
         except ReadError:  # as in DiskRates.reader
             continue
-        passes = [[reader.rate(str(file), size, _SECONDS) for size in _SIZES] for _ in range(2)]
+        passes = [[reader.rate(str(file), size, SECONDS) for size in _SIZES] for _ in range(2)]
         rates = tuple(zip(_SIZES, map(max, *passes), strict=True))  # other programs may have used the disk
         if best is None or rates[1][1] > best.rates[1][1]:
             best = DiskRates(ring, depth, rates)

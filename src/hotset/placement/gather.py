@@ -152,14 +152,14 @@ def _profile_of(model: ModelToPlace) -> tuple[Profile, str]:
         found = Profile.open(kept)
         if found.is_of(mark, config.n_ff):
             return found, how
-    found = _run_builtin(model, mark)
+    found = run_builtin(model, mark)
     with contextlib.suppress(OSError, HotsetError):  # counted again next time
         kept.parent.mkdir(parents=True, exist_ok=True)
         found.save(kept)
     return found, how
 
 
-def _run_builtin(model: ModelToPlace, mark: str) -> Profile:
+def run_builtin(model: ModelToPlace, mark: str) -> Profile:
     """Count the firing neurons over the built-in text, on the CPU. mark: the fingerprint of the file."""
     config, settings = model.config, model.settings
     text = files("hotset.placement").joinpath("builtin.txt").read_text("utf-8")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hotset.settings import LoadSettings
     from hotset.sparsity.profile import Profile
 
-_PROGRAM = 48 << 20  # bytes that the program takes after loading a model, for answers and templates
+PROGRAM = 48 << 20  # bytes that the program takes after loading a model, for answers and templates
 _PER_TOKEN = 800  # bytes of the tokenizer per vocabulary entry
 _OF_DEVICES = 384 << 20  # for a real device: compiled and loaded kernels, and memory that the driver pins
 _GIB = 1 << 30
@@ -104,7 +104,7 @@ class HostMemory:
         """
         sizes = sizes_of(self.graph, self._weights.tensors, self._use)
         self._weights.let_go()
-        program = own_memory() + _PROGRAM + self._whole.result.width * _PER_TOKEN
+        program = own_memory() + PROGRAM + self._whole.result.width * _PER_TOKEN
         devices = () if self._placement is None else self._placement.devices
         program += _OF_DEVICES if {*devices} - {SIMULATED} else 0
         max_batch = self._settings.max_batch

@@ -96,7 +96,7 @@ def _power_law(curves: Sequence[LayerCurves]) -> Plot:
             ha="center", va="top", color=COLOURS["muted"], fontsize=8,
         )  # fmt: skip
         left.axhline(100 * HOT_MASS, color=COLOURS["muted"], lw=0.8, ls="--")
-        _band(left, 100 * GRID, cumulative)
+        band(left, 100 * GRID, cumulative)
         for (name, share), colour in zip(PUBLISHED.items(), _MARKS, strict=True):
             left.plot(
                 100 * share,
@@ -231,7 +231,7 @@ def _overlap(run: TextActivity) -> Plot:
         left.set_ylim(0, 100)
         left.set_ylabel("fired for the token before (%)")
         _legend_above(left)
-        _band(right, lags, (overlap - chance[:, None])[:, known])
+        band(right, lags, (overlap - chance[:, None])[:, known])
         right.axhline(0, color=COLOURS["orange"], ls="--", lw=1.2)
         right.set_xscale("log", base=2)
         right.set_xticks(lags, [str(lag) for lag in lags])
@@ -266,7 +266,7 @@ def _coactivation(run: TextActivity) -> Plot:
     drawn = [layer for layer in shown if len(layer.sampled) > 1]
 
     def draw() -> Figure:
-        figure = _new_figure(5.4 if drawn else 2.4)
+        figure = new_figure(5.4 if drawn else 2.4)
         grid = figure.add_gridspec(2, max(len(drawn), 1), height_ratios=(2.2, 1) if drawn else (0.01, 1))
         axes = [figure.add_subplot(grid[0, i]) for i in range(len(drawn))]
         limit = _limit([layer.correlation for layer in drawn])
@@ -330,7 +330,7 @@ def _hotness(experts: ExpertHotness) -> Plot:
     def draw() -> Figure:
         figure, (left, right) = _figure(3.7, 2, (2, 3))
         left.plot([0, 100], [0, 100], color=COLOURS["muted"], ls=":", lw=1)
-        _band(left, 100 * shares, 100 * curves)
+        band(left, 100 * shares, 100 * curves)
         left.set(xlim=(0, 100), ylim=(0, 101), xlabel="experts of a layer, hottest first (%)")
         left.set_ylabel("share of all choices (%)")
         _legend(left, loc="lower right")
@@ -373,7 +373,7 @@ def _drift(experts: ExpertHotness, drift: ExpertDrift) -> Plot:
 
     def draw() -> Figure:
         figure, (left, right) = _figure(3.6, 2, (1, 1))
-        _band(left, lags, overlap[:, known])
+        band(left, lags, overlap[:, known])
         left.axhline(chance, color=COLOURS["orange"], ls="--", lw=1.2, label="if tokens were independent")
         left.set_xscale("log", base=2)
         left.set_xticks(lags, [str(lag) for lag in lags])
@@ -381,7 +381,7 @@ def _drift(experts: ExpertHotness, drift: ExpertDrift) -> Plot:
         left.set(xlabel="tokens apart", ylabel="experts that both tokens have (%)", ylim=(0, None))
         _legend_above(left)
         x = (np.arange(then.shape[1]) + 0.5) * drift.window
-        _band(right, x, then)
+        band(right, x, then)
         right.plot(
             x, np.median(now, axis=0), color=COLOURS["green"], lw=1.5, label="hot at that time, median layer"
         )
@@ -416,7 +416,7 @@ def _drift(experts: ExpertHotness, drift: ExpertDrift) -> Plot:
 # ---- drawing ----
 
 
-def _new_figure(height: float) -> Figure:
+def new_figure(height: float) -> Figure:
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -430,7 +430,7 @@ def _new_figure(height: float) -> Figure:
 
 
 def _figure(height: float, n: int, widths: Sequence[float]) -> tuple[Figure, list[Axes]]:
-    figure = _new_figure(height)
+    figure = new_figure(height)
     axes = list(figure.subplots(1, n, width_ratios=widths))
     for axis in axes:
         _style(axis)
@@ -449,7 +449,7 @@ def _style(axis: Axes) -> None:
     axis.set_axisbelow(True)
 
 
-def _band(axis: Axes, x: np.ndarray, values: np.ndarray) -> None:
+def band(axis: Axes, x: np.ndarray, values: np.ndarray) -> None:
     """Draw the median of values [n_layers, n] over layers, with bands for the middle half and for all."""
     values = values[~np.isnan(values).any(axis=1)]  # layers in which no neuron fired have no curve
     n = len(values)

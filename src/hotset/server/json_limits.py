@@ -28,7 +28,7 @@ MAX_DIGITS = 256
 """Digits of a number; the parsing time grows with their square."""
 
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
-_CHUNK = 1 << 18  # bytes
+CHUNK = 1 << 18  # bytes
 
 
 def loads(body: bytes) -> Any:
@@ -59,8 +59,8 @@ def check_json(body: bytes, max_nesting: int) -> None:
     ):
         return
     scan = _Scan(max_nesting)
-    for start in range(0, len(body), _CHUNK):
-        scan.push(np.frombuffer(body, np.uint8, min(_CHUNK, len(body) - start), start))
+    for start in range(0, len(body), CHUNK):
+        scan.push(np.frombuffer(body, np.uint8, min(CHUNK, len(body) - start), start))
 
 
 class _Scan:

@@ -39,8 +39,8 @@ from hotset.server.settings import ServerSettings
 log = logging.getLogger("hotset.server")
 
 SWITCH_SECONDS = 0.0005  # Python's default is 5 ms: longer than a step, and the engine would wait for it
-_CHECK_SECONDS = 1  # between two checks for connections that take too long
-_LAST_SECONDS = 5  # for the last events of ended answers to reach their clients
+CHECK_SECONDS = 1  # between two checks for connections that take too long
+LAST_SECONDS = 5  # for the last events of ended answers to reach their clients
 
 
 def listen(service: Host, report: Callable[[str], None]) -> None:
@@ -191,7 +191,7 @@ class Server(uvicorn.Server):
                 ssl_certfile=settings.tls_cert,
                 ssl_keyfile=settings.tls_key,
                 lifespan="on",
-                timeout_graceful_shutdown=int(settings.grace_seconds) + _LAST_SECONDS,
+                timeout_graceful_shutdown=int(settings.grace_seconds) + LAST_SECONDS,
             )
         )
         self._service, self._bound, self._report = service, bound, report
@@ -234,12 +234,12 @@ class Server(uvicorn.Server):
         """Close slow connections until the loop ends, also while the server shuts down."""
         seconds = self._service.settings.max_write_seconds
         while True:
-            await asyncio.sleep(_CHECK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
             now = asyncio.get_running_loop().time()
             connections = [one for one in self.server_state.connections if isinstance(one, LimitedProtocol)]
             if self._handshakes is not None:
                 self._handshakes.check()
-            check_connections(connections, now, min(seconds, _LAST_SECONDS) if self.should_exit else seconds)
+            check_connections(connections, now, min(seconds, LAST_SECONDS) if self.should_exit else seconds)
 
     def handle_exit(self, _: int, __: FrameType | None) -> None:
         """Let answers finish within the grace time at the first signal, and end them at the second."""

@@ -38,7 +38,7 @@ _PARTS = frozenset({
 })  # fmt: skip
 
 _KEPT_BYTES = 64 << 10  # of the beginning and of the end of a body, to search for the model's name
-_MOST_BYTES = 32 << 20  # read from a body, so that the client gets to the reply; OpenAI's limit is 25 MB
+MOST_BYTES = 32 << 20  # read from a body, so that the client gets to the reply; OpenAI's limit is 25 MB
 _MOST_NAME_BYTES = 256
 _MOST_HEAD_BYTES = 1024  # of a part of a form
 _OF_MODEL = re.compile(rb'; ?name="?model"?(?:[;\r\n]|\Z)')
@@ -128,7 +128,7 @@ class Excerpt:
         self._size += len(part)
         self._head += part[: _KEPT_BYTES - len(self._head)]
         self._tail = (self._tail + part)[-_KEPT_BYTES:]
-        return self._size <= _MOST_BYTES
+        return self._size <= MOST_BYTES
 
     def body(self, content_type: str, max_nesting: int) -> bytes:
         """Return the JSON of a ModelNamed. It has no model if the kept bytes name none."""

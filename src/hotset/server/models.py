@@ -73,8 +73,8 @@ from hotset.units import human_size
 log = logging.getLogger("hotset.server")
 
 _GIB = 1 << 30
-_SCAN_SECONDS = 1.0  # between two scans of the disk, however many requests name unknown models
-_FAILED_SECONDS = 5.0  # after a failed load, until it is tried again
+SCAN_SECONDS = 1.0  # between two scans of the disk, however many requests name unknown models
+FAILED_SECONDS = 5.0  # after a failed load, until it is tried again
 _BUSY_SECONDS = 2.0  # after which a client may retry a request that found the queue full
 _NAMES_SHOWN = 8  # in a message
 _UNLOADED = {  # the reason, for the log
@@ -115,11 +115,11 @@ class Models:
             Counter(name, what, labels, registry=self.metrics.registry)
             for name, (labels, what) in MODEL_COUNTERS.items()
         )
-        self._load_settings, self._keep_alive = load or LoadSettings(), keep_alive
+        self._load_settings, self.keep_alive = load or LoadSettings(), keep_alive
         for own in (catalogue.file.default, *catalogue.file.models.values()):
             replace(self._load_settings, **own.load)  # raises if they cannot be combined
-        self._first, self._report = first, report
-        self._slots: dict[str, Slot] = {}
+        self.first, self._report = first, report
+        self.slots: dict[str, Slot] = {}
         self._expected: dict[str, tuple[FileFacts, LoadSettings, Expected | None]] = {}
         self._queue: deque[Slot] = deque()
         self._clock = itertools.count(1)
@@ -139,7 +139,7 @@ class Models:
         self._program = own_memory()
         self._scanned = asyncio.get_running_loop().time()
         pinned = [one for one in self.catalogue.models if one.settings.pinned]
-        named = [one for name in self._first if (one := self.catalogue.find(name)) is not None]
+        named = [one for name in self.first if (one := self.catalogue.find(name)) is not None]
         for offered in (*pinned, *named):
             slot = self._slot_of(offered)
             slot.starts = True
@@ -169,7 +169,7 @@ class Models:
 
     def end_answers(self) -> None:
         message = "the server was shut down before the model was loaded"
-        for slot in self._slots.values():
+        for slot in self.slots.values():
             self._refuse(slot, lambda: NotReadyError(message))
         for service in self._services():
             service.end_answers()
@@ -177,19 +177,19 @@ class Models:
     async def close(self) -> None:
         self.stopping = True
         self.end_answers()
-        for slot in self._slots.values():
+        for slot in self.slots.values():
             slot.stop_timer()
         tasks = [task for task in (self._loading, self._scanning, *self._tasks) if task is not None]
         if tasks:
             await asyncio.wait(tasks)
-        for slot in self._slots.values():
+        for slot in self.slots.values():
             if slot.service is not None:
                 await slot.service.close()
                 slot.service, slot.state, slot.n_bytes = None, "unloaded", 0
         self.preparation.close()
 
     def _services(self) -> list[Service]:
-        return [slot.service for slot in self._slots.values() if slot.service is not None]
+        return [slot.service for slot in self.slots.values() if slot.service is not None]
 
     # ---- requests ----
 
@@ -201,7 +201,7 @@ class Models:
                 code="missing_required_parameter",
             )
         offered = self.catalogue.find(name) if name else self._any()
-        slot = None if offered is None else self._slots.get(offered.name)
+        slot = None if offered is None else self.slots.get(offered.name)
         if slot is None or not slot.is_open:
             return None
         return self._hold(slot, held)
@@ -229,7 +229,7 @@ class Models:
 
     def keep(self, service: Service, keep_alive: float | str | None) -> None:
         if keep_alive is not None:
-            self._slots[service.name].keep_alive = until_unloaded(keep_alive)
+            self.slots[service.name].keep_alive = until_unloaded(keep_alive)
 
     def release(self, slot: Slot) -> None:
         """Release a model that a request has held."""
@@ -259,7 +259,7 @@ class Models:
         if self._scanning is not None and now:  # the running scan may have begun too early
             await asyncio.wait([self._scanning])
         if self._scanning is None or self._scanning.done():
-            if not now and loop.time() - self._scanned < _SCAN_SECONDS:
+            if not now and loop.time() - self._scanned < SCAN_SECONDS:
                 return
             self._scanning = asyncio.create_task(self._scan())
         await asyncio.shield(self._scanning)
@@ -270,7 +270,7 @@ class Models:
         except (OSError, HotsetError) as error:  # keep the known models
             log.warning("the models cannot be listed: %s", error)
         self._scanned = asyncio.get_running_loop().time()
-        for slot in self._slots.values():
+        for slot in self.slots.values():
             if self.catalogue.find(slot.name) is None:  # its file is gone: unload it once it is idle
                 slot.keep_alive = 0.0
                 if not slot.holds:
@@ -278,7 +278,7 @@ class Models:
 
     def _any(self) -> Offered:
         """Return the model for a request that names none: the loaded one used last, or the only one."""
-        loaded = [slot for slot in self._slots.values() if slot.state == "loaded"]
+        loaded = [slot for slot in self.slots.values() if slot.state == "loaded"]
         if loaded:
             return max(loaded, key=lambda slot: slot.used).offered
         if len(self.catalogue.models) == 1:
@@ -301,7 +301,7 @@ class Models:
     async def listed(self) -> list[ListedModel]:
         await self.scan()
         models = self.catalogue.models
-        slots = [self._slots.get(model.name) or Slot(model, self._keep_alive) for model in models]
+        slots = [self.slots.get(model.name) or Slot(model, self.keep_alive) for model in models]
         settings = [self._settings_of(slot) for slot in slots]
         facts = await asyncio.to_thread(lambda: list(map(self._facts_of, models, settings)))
         found = []
@@ -341,12 +341,12 @@ class Models:
 
     async def file_of(self, name: str) -> tuple[Service | None, str, Path]:
         offered = await self._found(name)
-        slot = self._slots.get(offered.name)
+        slot = self.slots.get(offered.name)
         return None if slot is None else slot.service, offered.name, offered.path
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Return the state of each model that is loaded, wanted or failed."""
-        found = {name: slot.as_dict() for name, slot in self._slots.items()}
+        found = {name: slot.as_dict() for name, slot in self.slots.items()}
         return {name: state for name, state in found.items() if state != {"value": "unloaded"}}
 
     async def changed(self) -> None:
@@ -389,7 +389,7 @@ class Models:
         offered = await self._found(name)
         if spares_pinned and offered.settings.pinned:
             return False
-        slot = self._slots.get(offered.name)
+        slot = self.slots.get(offered.name)
         if slot is None:
             return True
         slot.n_unloading += 1
@@ -407,9 +407,9 @@ class Models:
         return True
 
     def _slot_of(self, offered: Offered) -> Slot:
-        slot = self._slots.get(offered.name)
+        slot = self.slots.get(offered.name)
         if slot is None:
-            slot = self._slots[offered.name] = Slot(offered, self._keep_alive)
+            slot = self.slots[offered.name] = Slot(offered, self.keep_alive)
             slot.keep_alive = self._usual_keep_alive(slot)
         if slot.state in ("unloaded", "queued"):
             slot.offered = offered  # the current entry of the catalogue
@@ -417,7 +417,7 @@ class Models:
 
     def _usual_keep_alive(self, slot: Slot) -> float:
         own = slot.offered.settings.keep_alive
-        return self._keep_alive if own is None else own
+        return self.keep_alive if own is None else own
 
     def _hold(self, slot: Slot, held: list[Any]) -> Service:
         assert slot.service is not None
@@ -536,7 +536,7 @@ class Models:
         elif not slot.starts:
             log.warning("%s could not be loaded: %s", slot.name, error)
         failure = LoadError.of(slot.name, slot.offered.path, error)
-        slot.failure = failure, asyncio.get_running_loop().time() + _FAILED_SECONDS
+        slot.failure = failure, asyncio.get_running_loop().time() + FAILED_SECONDS
         self._loads.labels(slot.name, "failed").inc()
         if slot.starts:
             self._report(f"the model {slot.name!r} could not be loaded: {error}")
@@ -625,7 +625,7 @@ class Models:
 
     def _check_room(self, slot: Slot, n_bytes: int) -> None:
         """Raise OutOfMemoryError if pinned models leave too little, whatever else is unloaded."""
-        pinned = [one for one in self._slots.values() if one is not slot and one.offered.settings.pinned]
+        pinned = [one for one in self.slots.values() if one is not slot and one.offered.settings.pinned]
         kept = sum(one.n_bytes for one in pinned)
         if n_bytes > self.budget - kept:
             beside = f", and pinned models have {human_size(kept)} of it" if kept else ""
@@ -646,7 +646,7 @@ class Models:
 
         while is_loaded() and n_bytes > 0 and (lacking := self._taken() + n_bytes - self.budget) > 0:
             idle = [one for one in self._victims(slot, lacking) if not one.holds]
-            if not idle and any(one.state == "unloading" for one in self._slots.values()):
+            if not idle and any(one.state == "unloading" for one in self.slots.values()):
                 await self._change.wait()
             elif not idle:
                 raise OutOfMemoryError(
@@ -661,13 +661,13 @@ class Models:
             self._changed()
 
     def _taken(self, but: Slot | None = None) -> int:
-        return sum(one.n_bytes for one in self._slots.values() if one is not but)
+        return sum(one.n_bytes for one in self.slots.values() if one is not but)
 
     def _victims(self, slot: Slot, lacking: int) -> list[Slot]:
         """Return the models to unload: idle ones first, then the least recently used."""
-        leaving = sum(one.n_bytes for one in self._slots.values() if one.state == "unloading")
+        leaving = sum(one.n_bytes for one in self.slots.values() if one.state == "unloading")
         found: list[Slot] = []
-        loaded = [one for one in self._slots.values() if one.state == "loaded" and one is not slot]
+        loaded = [one for one in self.slots.values() if one.state == "loaded" and one is not slot]
         for one in sorted(loaded, key=lambda one: (bool(one.holds), one.used)):
             if lacking <= leaving:
                 break
@@ -678,7 +678,7 @@ class Models:
 
     def _spare(self, victims: Sequence[Slot]) -> None:
         """Mark these models, and no others, as the ones to unload for another model."""
-        for one in self._slots.values():
+        for one in self.slots.values():
             was, one.is_victim = one.is_victim, one in victims
             if was != one.is_victim:
                 self._reopen(one)
@@ -696,7 +696,7 @@ class Models:
         yield GaugeMetricFamily("hotset_answers_open", "Answers that clients wait for.", self.n_open)
         name, what = MODELS_LIMIT
         yield GaugeMetricFamily(name, what, self.budget)
-        counts = {name: slot.counts() for name, slot in self._slots.items()}
+        counts = {name: slot.counts() for name, slot in self.slots.items()}
         for name, (field, what) in MODEL_GAUGES.items():
             family = GaugeMetricFamily(name, what, labels=("model",))
             for model, count in counts.items():

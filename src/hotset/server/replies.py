@@ -20,7 +20,7 @@ MANY_VALUES = 512
 
 _VALUE_CHARS = 256  # of a text that takes as long to write as a number
 _MANY_CHARS = MANY_VALUES * _VALUE_CHARS
-_SENT_BYTES = 1 << 18  # per part of a reply
+SENT_BYTES = 1 << 18  # per part of a reply
 
 # One encoder for all values: json.dumps makes a new one for each.
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
@@ -75,12 +75,12 @@ class JsonReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send a long reply in parts, as fast as the client reads. Sent at once, it would be copied whole."""
-        if len(self.body) <= _SENT_BYTES:
+        if len(self.body) <= SENT_BYTES:
             await super().__call__(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for start in range(0, len(self.body), _SENT_BYTES):
-            part, more = self.body[start : start + _SENT_BYTES], start + _SENT_BYTES < len(self.body)
+        for start in range(0, len(self.body), SENT_BYTES):
+            part, more = self.body[start : start + SENT_BYTES], start + SENT_BYTES < len(self.body)
             await send({"type": "http.response.body", "body": part, "more_body": more})
             await asyncio.sleep(0)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hotset.reporter import Reporter
 
 _N_SEQUENCES = 8  # sequences that a model generates for its calibration
-_N_DRAWN = 64  # random inputs per layer without tokens; each has n_ff neurons, so few suffice
+N_DRAWN = 64  # random inputs per layer without tokens; each has n_ff neurons, so few suffice
 _TAPS_BYTES = 1 << 30  # of taps held at a time; a larger model runs its tokens once for each group of layers
 
 
@@ -119,7 +119,7 @@ def _tapped(backend: Backend, tokens: np.ndarray, layers: Sequence[Ffn]) -> Iter
 def _drawn(weights: WeightSource, ffn: Ffn, rng: np.random.Generator) -> Sample:
     """Return normally distributed inputs, after the FFN's norm, and their neurons."""
     norm = ffn.norm
-    inputs = rng.standard_normal((_N_DRAWN, ffn.decides.x.width)).astype(np.float32)
+    inputs = rng.standard_normal((N_DRAWN, ffn.decides.x.width)).astype(np.float32)
     if norm is not None and norm.weight is not None:
         inputs *= values_of(weights, norm.weight)
         if isinstance(norm, LayerNorm) and norm.bias is not None:

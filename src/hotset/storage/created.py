@@ -22,7 +22,7 @@ from hotset.storage.aliases import check_alias, untagged
 from hotset.units import human_size
 
 MAX_CREATED = 1024
-_MAX_BYTES = 64 << 20  # of all together
+MAX_BYTES = 64 << 20  # of all together
 _SUFFIX = ".json"
 _LONGEST = 200  # characters of a file's name
 
@@ -87,10 +87,10 @@ def add(name: str, created: Created) -> str:
         others = [entry.stat().st_size for entry in files if entry.name != path.name]
         if len(others) >= MAX_CREATED:
             raise InvalidRequestError(f"there are already {MAX_CREATED} created models, which is the limit")
-        if (n_bytes := sum(others) + len(data)) > _MAX_BYTES:
+        if (n_bytes := sum(others) + len(data)) > MAX_BYTES:
             raise InvalidRequestError(
                 f"all created models together take {human_size(n_bytes)}, but the limit is "
-                f"{human_size(_MAX_BYTES)}; delete some of them"
+                f"{human_size(MAX_BYTES)}; delete some of them"
             )
         write_whole({path: data})
     return name
@@ -131,7 +131,7 @@ def _read(path: Path, parse: Callable[[Any], _Contents]) -> _Contents | None:
         if (known := _known.get(path)) is None or known[0] != mark:
             while len(_known) >= 2 * MAX_CREATED:
                 _known.pop(next(iter(_known)), None)
-            known = _known[path] = mark, parse(json.loads(read_small_text(path, _MAX_BYTES)))
+            known = _known[path] = mark, parse(json.loads(read_small_text(path, MAX_BYTES)))
     except (FileNotFoundError, NotADirectoryError):
         _known.pop(path, None)
         return None

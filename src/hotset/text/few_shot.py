@@ -20,7 +20,7 @@ from hotset.text.multiple_choice import Question
 SEED = 1234
 """The harness's default seed for examples."""
 SAMPLERS = ("default", "first_n")
-_MOST_CHARS = 1 << 30  # of all prompts together, which are in memory at once
+MOST_CHARS = 1 << 30  # of all prompts together, which are in memory at once
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ def with_examples(
             parts += (one.context, one.delimiter, one.choices[one.answer], shots.delimiter)
         parts.append(question.context)
         n_chars += sum(map(len, parts)) + sum(map(len, question.choices))
-        if n_chars > _MOST_CHARS:
+        if n_chars > MOST_CHARS:
             raise FormatError(
-                f"{question.where}: the prompts up to here have more than {_MOST_CHARS} characters, which is "
+                f"{question.where}: the prompts up to here have more than {MOST_CHARS} characters, which is "
                 "the limit; take fewer shots or questions"
             )
         prompts.append(replace(question, context="".join(parts), description=""))

@@ -218,7 +218,7 @@ def _only(schema: Any, path: tuple[str | int, ...]) -> Any:
     return {key: _only(value, path[1:]) if key == path[0] else value for key, value in schema.items()}
 
 
-class _Bytes:
+class Bytes:
     """A vocabulary of bytes, an end of text, and marks. The model's vocabulary would take long to send."""
 
     bos_token_id = None
@@ -235,11 +235,11 @@ class _Bytes:
 def _vocabulary(marks: list[str]) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    return LLTokenizer(TokenizerWrapper(_Bytes(marks)))
+    return LLTokenizer(TokenizerWrapper(Bytes(marks)))
 
 
 def _own_ids(grammar: str) -> str:
-    """Rewrite a grammar for _Bytes: every token id of the model becomes the same mark."""
+    """Rewrite a grammar for Bytes: every token id of the model becomes the same mark."""
     return re.sub(r"<\[(\^?)\d+\]>", r"<[\g<1>257]>", grammar)
 
 
@@ -258,7 +258,7 @@ def tried(grammar: str, marks: list[str]) -> str | None:
             return f"too slow: it takes more than {MAX_MASK_SECONDS:g} s to find what may come next"
         if matcher.is_stopped():
             break
-        allowed = [i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1 and i != _Bytes.eos_token_id]
+        allowed = [i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1 and i != Bytes.eos_token_id]
         if not allowed:
             break
         matcher.consume_token(allowed[len(allowed) // 2])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 _PREFIX = 4  # characters by which the beginning of a special token is found
-_WINDOW = 1 << 15  # characters searched in one call: the regex engine holds the interpreter's lock
+WINDOW = 1 << 15  # characters searched in one call: the regex engine holds the interpreter's lock
 
 
 class SpecialTokens:
@@ -42,7 +42,7 @@ class SpecialTokens:
     def _found(self, text: str) -> Iterator[tuple[int, int]]:
         at = 0
         while self._begin is not None and at < len(text):
-            stop = at + _WINDOW
+            stop = at + WINDOW
             match = self._begin.search(text, at, stop + _PREFIX - 1)
             if match is None or match.start() >= stop:
                 at = stop

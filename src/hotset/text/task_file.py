@@ -47,7 +47,7 @@ _LONGEST_DATA = 1 << 30
 _LONGEST_NUMBER = 64  # characters: PyYAML's time for 1:1:1:… is quadratic
 _NUMBER = re.compile(r"[-+]?(?:0x[0-9a-fA-F_]+|[0-9_:.]+)")
 _DEEPEST = 64  # PyYAML's time for [[[[… is quadratic
-_MOST_NULLS = 1 << 22  # fields that documents lack and others have
+MOST_NULLS = 1 << 22  # fields that documents lack and others have
 _SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 _TEMPLATES = ("doc_to_text", "doc_to_choice", "doc_to_target", "description")
 _TAKEN = {
@@ -263,7 +263,7 @@ class _TaskFile:
             raise self._error(f"has no documents in the split {clause(shown(split))}")
         # Documents are rows of a table: a field that only some of them have is null in the others.
         names = dict.fromkeys(name for one in found for name in one.fields)
-        if sum(len(names) - len(one.fields) for one in found) > _MOST_NULLS:
+        if sum(len(names) - len(one.fields) for one in found) > MOST_NULLS:
             raise self._error(
                 f"has documents in the split {clause(shown(split))} that have too few fields in common: "
                 f"{len(found)} with {len(names)} fields in all"

@@ -465,20 +465,20 @@ class BytePairTokenizer(_MergingTokenizer):
         from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 
         ignore_merges = row.ignore_merges or _flag(metadata, IGNORE_MERGES_KEY, False)
-        self._library = HFTokenizer(self._merging(metadata, ignore_merges=ignore_merges))
+        self.library = HFTokenizer(self._merging(metadata, ignore_merges=ignore_merges))
         self._nfc = NFC() if _flag(metadata, NFC_KEY, row.normalises) else None
         if self._nfc is not None:
-            self._library.normalizer = self._nfc
+            self.library.normalizer = self._nfc
         splits: list[Any] = [Split(Regex(pattern), "isolated") for pattern in row.patterns]
-        self._library.pre_tokenizer = PreTokenizers(
+        self.library.pre_tokenizer = PreTokenizers(
             [*splits, ByteLevel(add_prefix_space=False, use_regex=False)]
         )
 
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:  # noqa: ARG002
         if len(text) <= _SHORT:
-            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+            ids: list[int] = self.library.encode(text, add_special_tokens=False).ids
         else:  # unlike `encode`, this releases the interpreter's lock
-            ids = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            ids = self.library.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def _composed(self, text: str) -> str:
@@ -519,7 +519,7 @@ class TextPairTokenizer(_MergingTokenizer):
 
         from tokenizers import Tokenizer as HFTokenizer
 
-        self._library = HFTokenizer(self._merging(metadata, byte_fallback=True))
+        self.library = HFTokenizer(self._merging(metadata, byte_fallback=True))
         special = self._ids_of(_CONTROL) | self._ids_of(_UNKNOWN)
         user_defined = self._ids_of(_USER_DEFINED)
         spaces = {piece for piece in user_defined if not piece.strip(" ")}
@@ -537,11 +537,11 @@ class TextPairTokenizer(_MergingTokenizer):
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:  # noqa: ARG002
         text = text.replace(" ", _SPACE)
         if self._is_whole:
-            ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            ids: list[int] = self.library.encode_batch_fast([text], add_special_tokens=False)[0].ids
             return ids
         parts = [part for part in re.split("(\n+)", text) if part]
         merged = iter(
-            self._library.encode_batch_fast(
+            self.library.encode_batch_fast(
                 [part for part in parts if part not in self._breaks], add_special_tokens=False
             )
         )
@@ -599,7 +599,7 @@ class SentencePieceTokenizer(Tokenizer):
 
         pieces = _sentencepiece_pieces(self.tokens, scores[:n], self.types, unigram=self._UNIGRAM)
         try:
-            self._library = SentencePieceProcessor(model_proto=pieces + _normalizer())
+            self.library = SentencePieceProcessor(model_proto=pieces + _normalizer())
             self._whole = None  # for whole texts
             if whole_text:
                 normalizer = _normalizer(prefix=self.add_space_prefix, removes_spaces=self._removes_spaces)
@@ -610,7 +610,7 @@ class SentencePieceTokenizer(Tokenizer):
             ) from None
 
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:
-        library = self._library
+        library = self.library
         if after_special and self._whole is not None:
             library = self._whole
         elif after_special and self.add_space_prefix:
@@ -752,12 +752,12 @@ class WordPieceTokenizer(Tokenizer):
                 words.setdefault(spelled, id)
         nothing = "\0"  # never in normalised text
         words[nothing] = unknown
-        self._library = HFTokenizer(WordPiece(words, unk_token=nothing))
-        self._library.normalizer = BertNormalizer(lowercase=lowercase, strip_accents=strips)
-        self._library.pre_tokenizer = BertPreTokenizer()
+        self.library = HFTokenizer(WordPiece(words, unk_token=nothing))
+        self.library.normalizer = BertNormalizer(lowercase=lowercase, strip_accents=strips)
+        self.library.pre_tokenizer = BertPreTokenizer()
 
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:  # noqa: ARG002
-        ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        ids: list[int] = self.library.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def _spellings(self, piece: str) -> list[bytes]:

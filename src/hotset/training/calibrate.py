@@ -171,10 +171,10 @@ def choose_targets(
         options.append([(per_square * square, active, target) for square, active, target in missed])
         stream = inp + out
         on_layer(i)
-    return _cheapest(options, share)
+    return cheapest(options, share)
 
 
-def _cheapest(
+def cheapest(
     options: Sequence[Sequence[tuple[float, float, LayerTarget]]], share: float
 ) -> list[LayerTarget]:
     """Return each layer's option with the least error + price * active share, for a bisected price."""

@@ -136,7 +136,7 @@ def _write(
             min_p=0.01,
             seed=random.getrandbits(63),
         )
-        prompt = _beginning(model, random, texts, chat)
+        prompt = beginning_of(model, random, texts, chat)
         return engine.enqueue(engine.prepare(prompt, params, stop_ids=stop_ids))
 
     active = [begin() for _ in range(N_SEQUENCES)]
@@ -161,7 +161,9 @@ def _write(
             engine.cancel(sequence)
 
 
-def _beginning(model: Model, random: random.Random, texts: Sequence[Sequence[int]], chat: float) -> list[int]:
+def beginning_of(
+    model: Model, random: random.Random, texts: Sequence[Sequence[int]], chat: float
+) -> list[int]:
     kind = random.random()
     if kind < chat:
         return model.encode_chat([{"role": "user", "content": prompts.question(random)}])

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 Part = Literal["train", "held_out"]
 
 HELD_OUT_SHARE = 0.1  # of the bytes, at most
-_SHARD_BYTES = 64 << 20  # kept in memory until they are written
+SHARD_BYTES = 64 << 20  # kept in memory until they are written
 _SETTINGS_KEY, _SEQUENCES_KEY, _COMPLETE = "hotset.pairs.settings", "hotset.pairs.sequences", "complete.json"
 _COMPLETE_BYTES = 512
 _CACHE_BYTES = 256 << 20  # the largest layer that is kept decoded
@@ -211,7 +211,7 @@ class _PartWriter:
         if self.n_bytes + self._header + held + sequence.n_bytes > self.limit:
             return False
         self._pending.append(sequence)
-        if held + sequence.n_bytes >= min(_SHARD_BYTES, self.limit // 8):
+        if held + sequence.n_bytes >= min(SHARD_BYTES, self.limit // 8):
             self.flush()
         return True
 

@@ -287,11 +287,11 @@ def _stem(tensor: str) -> str:
 def load_base(gguf: GGUFFile, device: str | torch.device = "cpu") -> TorchGraph:
     """Return the graph of a file with its weights as float32 in memory.
 
-    Raises UnsupportedModelError if no student of the model can be trained: see `_unsupported`.
+    Raises UnsupportedModelError if no student of the model can be trained: see `unsupported_operations`.
     """
     config = config_from_gguf(gguf)
     graph = describe(config, gguf.tensors)
-    reason = _unsupported(graph)
+    reason = unsupported_operations(graph)
     if config.long_rope is not None:
         reason = "has a separate rotation for long contexts"
     if reason:
@@ -306,7 +306,7 @@ def load_base(gguf: GGUFFile, device: str | torch.device = "cpu") -> TorchGraph:
     return base
 
 
-def _unsupported(graph: Graph) -> str | None:
+def unsupported_operations(graph: Graph) -> str | None:
     """Return why no student can be trained; None if it can.
 
     Layers must have the matrices and norms of adapters, and add the FFN's result to the stream that the FFN

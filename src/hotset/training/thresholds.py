@@ -182,7 +182,7 @@ def calibrate_thresholds(
         n_ctx = min(settings.n_ctx, opened.config.n_ctx_train)
         settings = replace(settings, n_ctx=n_ctx)
         with load_opened(opened.with_settings(n_ctx=n_ctx)) as loaded:
-            search = _Search(loaded, text, folder, settings, progress)
+            search = Search(loaded, text, folder, settings, progress)
             found = search.run(target)
     if not keep:
         shutil.rmtree(folder, ignore_errors=True)
@@ -208,7 +208,7 @@ def windows_of(model: Model, text: str, n_ctx: int) -> tuple[np.ndarray, np.ndar
     return rows[[i for i in order if digests[i][0] >= _HELD_OUT]], rows[held]
 
 
-class _Search:
+class Search:
     def __init__(
         self, model: Model, text: str, work: Path, settings: ThresholdSettings, progress: Reporter | None
     ) -> None:

@@ -96,7 +96,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernels, "NEURON_WORDS", dict.fromkeys((1, 2, 4, 8), 16))
     monkeypatch.setattr(triton_kernels, "AXPY_RANGE", 8)
     monkeypatch.setattr(triton_kernels, "MAX_RANGES", 3)
-    monkeypatch.setattr(triton_kernels, "_n_resident", lambda device: 5)
+    monkeypatch.setattr(triton_kernels, "n_resident", lambda device: 5)
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +190,7 @@ def test_linear_by_the_largest_tiles(type_: GGMLType, monkeypatch: pytest.Monkey
     """Use the tiles of a Hopper device that has more tiles than multiprocessors."""
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1)
     m, x = matrix(type_, 250, 64)[0], t(randn(500, 64))
-    tile = kernels._product_tile(kernels._halves(x, m), m, 250)
+    tile = kernels.product_tile(kernels.halves(x, m), m, 250)
     assert (tile.rows, tile.tokens) == ((128, 256) if kernels.is_hopper(x) else (64, 128))
     test_linear(type_, 250, 2, 500)
 
@@ -873,16 +873,16 @@ def test_expert_rows_are_exact(type_: GGMLType) -> None:
     x = torch.from_numpy(randn(2, k))
     x[1, 40:70], x[0, 64:96] = 1e-42, 0
     slots = torch.tensor([1, -1, 0, 1], dtype=torch.int32)
-    given = experts_on_device._quantized(x)
+    given = experts_on_device.quantized(x)
     bias = torch.from_numpy(randn(2, n_rows, seed=3))
-    found = experts_on_device._rows(x, given, slots, before_nothing(m), bias, n_rows, 2)
+    found = experts_on_device.expert_rows(x, given, slots, before_nothing(m), bias, n_rows, 2)
     for pair, slot in enumerate(slots.tolist()):
         y = torch.zeros(n_rows)
         if slot >= 0:
             y = exact.linear(x[pair // 2, None], m, slot * n_rows, n_rows)[0] + bias[slot]
         assert torch.equal(found[pair], y)
     x[0, 3], x[1, 700] = torch.inf, torch.nan
-    q, scales, sums = experts_on_device._quantized(x)
+    q, scales, sums = experts_on_device.quantized(x)
     expected = exact.quantize(x)
     assert torch.equal(q.view(expected.q.shape).double(), expected.q)
     for one, other in ((scales, expected.scale), (sums, expected.sum)):
@@ -922,10 +922,10 @@ def test_expert_rows_of_several_pairs_are_exact(type_: GGMLType) -> None:
     m.put(0, random_blocks(type_, n_slots * n_rows, k, rng_of(5)))
     x, bias = t(randn(10, k)), t(randn(n_slots, n_rows, seed=3))
     slots = torch.tensor([2] * 5 + [0, -1] + [2] * 13, dtype=torch.int32)
-    given = (x, x, x) if m.is_float else experts_on_device._quantized(x)
-    tiles = experts_on_device._tiles(slots, n_slots, 16)
+    given = (x, x, x) if m.is_float else experts_on_device.quantized(x)
+    tiles = experts_on_device.expert_tiles(slots, n_slots, 16)
     assert sorted(tiles.slots.tolist()) == [-1, 0, 2, 2]
-    found = experts_on_device._rows(x, given, slots, before_nothing(m), bias, n_rows, 2, tiles)
+    found = experts_on_device.expert_rows(x, given, slots, before_nothing(m), bias, n_rows, 2, tiles)
     for pair, slot in enumerate(slots.tolist()):
         y = torch.zeros(n_rows)
         if slot >= 0:

@@ -196,7 +196,7 @@ def test_kinds_are_tried_in_processes_of_their_own(monkeypatch: pytest.MonkeyPat
         return outcome
 
     monkeypatch.delenv("HOTSET_HANDSHAKE", raising=False)
-    monkeypatch.setattr(cpu_offload, "_measured_by", measured)
+    monkeypatch.setattr(cpu_offload, "measured_by", measured)
     for given, kind, order in (
         ({"memops": 9e-6, "spin": 7e-6}, "spin", ["memops", "spin"]),
         ({"memops": "too old", "spin": 7e-6}, "spin", ["memops", "spin"]),
@@ -214,7 +214,7 @@ def test_kinds_are_tried_in_processes_of_their_own(monkeypatch: pytest.MonkeyPat
 
 def test_a_process_that_measures_may_fail_in_any_way() -> None:
     def said(code: str, timeout: float = 60.0) -> float:
-        return cpu_offload._measured_by([sys.executable, "-S", "-c", code], timeout)
+        return cpu_offload.measured_by([sys.executable, "-S", "-c", code], timeout)
 
     assert said("print('a line'); print(1.5e-05)") == 1.5e-5
     with pytest.raises(DeviceError, match=r"^no such call$"):

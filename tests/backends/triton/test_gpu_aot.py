@@ -186,7 +186,7 @@ def expert_rows(types: list[GGMLType], sizes: tuple[int, ...]) -> Callable[[], N
             for n_pairs in sizes:
                 tiles = experts_kernel.Tiles(*ids, n_pairs)
                 m = weights(type_, 64 * 768, 2048)
-                experts_kernel._rows(new(512, 2048), given, new(4096), m, None, 768, 8, tiles)
+                experts_kernel.expert_rows(new(512, 2048), given, new(4096), m, None, 768, 8, tiles)
 
     return run
 
@@ -295,7 +295,7 @@ def many_numbers() -> None:
     for type_ in (F16, Q4_0):
         m = weights(type_, MANY, ROW)
         for tiles in (None, experts_kernel.Tiles(*ids, 16)):
-            experts_kernel._rows(x, experts_kernel._quantized(x), slots, m, None, ROW, 1, tiles)
+            experts_kernel.expert_rows(x, experts_kernel.quantized(x), slots, m, None, ROW, 1, tiles)
         part = matrix.HostRows(type_, [np.empty((1, row_bytes(type_, ROW)), np.uint8)], slots.long())
         experts_kernel.fetch_experts(part, new(12, dtype=torch.int32), m, 0)
 

@@ -460,7 +460,7 @@ def test_every_tile_of_a_product_is_warmed_up(monkeypatch: pytest.MonkeyPatch, m
     for n_rows in (512, 4096, 11008, 22016, 32000):
         m = weights(T.Q4_0, n_rows, 4096)
         tile_of = {
-            n: triton_kernels._product_tile(triton_kernels.Halves(half, sizes, n), m, n_rows)
+            n: triton_kernels.product_tile(triton_kernels.Halves(half, sizes, n), m, n_rows)
             for n in range(9, max_batch + 1)
         }
         assert set(tile_of.values()) == {tile_of[n] for n in warm if n > 8}

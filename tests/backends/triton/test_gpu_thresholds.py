@@ -250,8 +250,8 @@ def test_gate_and_up_go_together_or_rows_of_up_are_left_out(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("type_", [T.Q4_0, T.Q4_K, T.F16], ids=lambda t: t.name)
 def test_rates_follow_the_kernels(type_: T, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_CHANNEL_SECONDS", 0.001)
-    found = measuring._measure_device(torch.device("cpu"), Workload(type_, 256, 1 << 16))
+    monkeypatch.setattr(measuring, "CHANNEL_SECONDS", 0.001)
+    found = measuring.measure_device(torch.device("cpu"), Workload(type_, 256, 1 << 16))
     assert found.rows > 0
     assert found.channels > 0
 
@@ -263,7 +263,7 @@ def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         asked.append(work.type)
         return ChannelRates(2e9, 1e9)
 
-    monkeypatch.setattr(measuring, "_measure_device", measure)
+    monkeypatch.setattr(measuring, "measure_device", measure)
     monkeypatch.setattr(measuring, "find_device", lambda name: torch.device("meta"))
     works = (Workload(T.Q4_K, 256, 1 << 20), Workload(T.F16, 256, 1 << 20))
     for _ in range(2):
@@ -277,7 +277,7 @@ def test_a_model_with_thresholds_on_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_gpu_layers: int | None
 ) -> None:
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(channel_rates, "_measure", lambda n_threads, work: ChannelRates(1e9, 1e9))
+    monkeypatch.setattr(channel_rates, "measure_rates", lambda n_threads, work: ChannelRates(1e9, 1e9))
     slow = replace(machine.STAND_IN, cpu_read=1e7, cpu_gather=1e7, cpu_read_busy=1e7, cpu_gather_busy=1e7)
     monkeypatch.setattr(machine, "STAND_IN", slow)
     gguf, expected = clearly(tmp_path, EVERY, "llama", thresholded=np.ones(12, np.bool_))

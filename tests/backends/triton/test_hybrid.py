@@ -150,7 +150,7 @@ def test_a_service_holds_the_steps_that_do_not_stream(
     tmp_path: Path, stream_from: int | None, most: int
 ) -> None:
     hybrid = hybrid_of(write(tmp_path, "llama"), split(0.3), stream_from=stream_from)
-    assert [stage._worker.max_batch for stage in hybrid.stages] == [most]  # type: ignore[union-attr]
+    assert [stage.worker.max_batch for stage in hybrid.stages] == [most]  # type: ignore[union-attr]
     hybrid.close()
 
 

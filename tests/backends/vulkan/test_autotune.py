@@ -65,7 +65,7 @@ class Made:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(autotune, "_SECONDS", 1e6)
+    monkeypatch.setattr(autotune, "SECONDS", 1e6)
     return tmp_path / "machine.json"
 
 
@@ -119,7 +119,7 @@ def test_measuring_is_bounded(kept: Path, monkeypatch: pytest.MonkeyPatch) -> No
     Unmeasured fields keep their defaults. A type whose measurement began is not measured again, but the next
     type is.
     """
-    monkeypatch.setattr(autotune, "_SECONDS", 1.05)
+    monkeypatch.setattr(autotune, "SECONDS", 1.05)
     made = Made()
     shapes = made.tuned(kept, Q4, Q6)
     assert len(made.steps) == 11

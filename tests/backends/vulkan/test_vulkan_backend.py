@@ -172,7 +172,7 @@ def test_adapters_next_to_others(gguf: GGUFFile, type_: GGMLType) -> None:
 def test_adapters_that_do_not_fit_change_nothing(gguf: GGUFFile) -> None:
     """Check that the earlier adapters are on the device again, however much of the others was uploaded."""
     first = vulkan(gguf)
-    graph, device = stage_of(first).graph, stage_of(first)._device
+    graph, device = stage_of(first).graph, stage_of(first).opened.device
     one, other = (random_adapter(graph, gguf.tensors, rank=rank, seed=rank) for rank in (4, 256))
     held = [device.allocated]
     give(first, [one])
@@ -185,7 +185,7 @@ def test_adapters_that_do_not_fit_change_nothing(gguf: GGUFFile) -> None:
         with pytest.raises(OutOfMemoryError, match="raise vram_budget"):
             give(backend, [one, other])
         assert stage.adapters.adapters == tuple(adapters)
-        assert stage._device.allocated == n_bytes
+        assert stage.opened.device.allocated == n_bytes
         assert np.array_equal(backend.step(step).logits, expected)
 
 
@@ -206,7 +206,7 @@ def test_a_budget_holds_and_memory_is_freed(gguf: GGUFFile) -> None:
     backend = vulkan(gguf)
     stage = stage_of(backend)
     logits_of(backend, tokens(70), [1, 9], [3, 1])
-    device, held = stage._device, stage._device.allocated
+    device, held = stage.opened.device, stage.opened.device.allocated
     assert held == sum(backend.device_bytes()[0].values())
     gc.disable()  # a server does not collect the cycles of its loaded objects
     try:
@@ -277,7 +277,7 @@ def test_the_validation_layer_finds_a_missing_barrier(gguf: GGUFFile) -> None:
     """Check that the layer reports a dispatch that does not declare its writes."""
     backend = vulkan(gguf)
     stage = stage_of(backend)
-    device, kernels = stage._device, stage._kernels
+    device, kernels = stage.opened.device, stage.opened.kernels
     buffer = device.allocate(1024, "device")
     program = _core.VulkanProgram(device)
     kernel = kernels.get("elementwise", [0, 0])
@@ -298,8 +298,8 @@ def test_the_validation_layer_finds_a_missing_barrier(gguf: GGUFFile) -> None:
 )
 def test_a_binding_is_checked(gguf: GGUFFile, bound: tuple[int, int], sentence: str) -> None:
     stage = stage_of(vulkan(gguf))
-    buffer = stage._device.allocate(1024, "device")
+    buffer = stage.opened.device.allocate(1024, "device")
     given = (buffer, *bound, False)
-    program = _core.VulkanProgram(stage._device)
+    program = _core.VulkanProgram(stage.opened.device)
     with pytest.raises(ValueError, match=sentence):
-        program.dispatch(stage._kernels.get("select", []), [given, given, given], bytes(12), (1, 1, 1))
+        program.dispatch(stage.opened.kernels.get("select", []), [given, given, given], bytes(12), (1, 1, 1))

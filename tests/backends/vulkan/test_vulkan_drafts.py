@@ -17,7 +17,6 @@ from backend_runs import logits_of, tokens
 from byte_models import N_VOCAB, vocabulary, write_model
 from cases import quick_are
 from drafters import dense, experts, sparse, steady, write_thresholds
-from made_once import made_once
 from tiny_gguf import write_llama
 from vulkan_runs import stage_of, validated, vulkan
 
@@ -47,14 +46,7 @@ def answers(model: hotset.Model) -> list[Any]:
 
 def nextn_path(name: str, run_folder: Path) -> Path:
     pytest.importorskip("transformers")
-    nextn_models = pytest.importorskip("nextn_models")
-
-    def make(path: Path) -> None:
-        folder = path.with_suffix(".vulkan")
-        folder.mkdir(exist_ok=True)
-        nextn_models.write_agreeing(folder, name).rename(path)
-
-    return made_once(run_folder / f"nextn-{name}.gguf", make)
+    return pytest.importorskip("nextn_models").kept_agreeing(run_folder, name)  # type: ignore[no-any-return]
 
 
 def assert_drafts_change_nothing(path: Path, how: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -66,7 +58,10 @@ def assert_drafts_change_nothing(path: Path, how: dict[str, Any], plain: dict[st
         counted = model.thread.counters()
         assert counted.drafted_tokens >= counted.accepted_tokens > 0
         assert isinstance(model.backend, WholeVulkan)
-        device, with_drafter = model.backend.stage._device, sum(model.backend.device_bytes()[0].values())
+        device, with_drafter = (
+            model.backend.stage.opened.device,
+            sum(model.backend.device_bytes()[0].values()),
+        )
         assert device.allocated == with_drafter > held
     gc.collect()
     assert device.allocated == 0
@@ -117,7 +112,7 @@ def test_budget_includes_the_drafter(run_folder: Path) -> None:
     with hotset.load(path, speculate="mtp", vram_budget=smallest, **SMALL) as model:
         answers(model)
         assert isinstance(model.backend, WholeVulkan)
-        assert model.backend.stage._device.allocated <= smallest * 2**30
+        assert model.backend.stage.opened.device.allocated <= smallest * 2**30
 
 
 @pytest.mark.parametrize("how", [{"n_gpu_layers": 1}, {"split": "neurons"}])

@@ -21,7 +21,7 @@ import pytest
 from backend_runs import batch, logits_of, tokens
 from cases import quick_are
 from tiny_gguf import write_llama
-from tiny_server import MESSAGES, run, write_model
+from tiny_server import MESSAGES, client_of, write_model
 from vulkan_runs import stage_of, validated, vulkan
 from waiting import WATCHDOG
 
@@ -31,7 +31,6 @@ from hotset.backends.vulkan.devices import find_device
 from hotset.backends.vulkan.kernels import VulkanKernels
 from hotset.errors import DeviceError, OutOfMemoryError
 from hotset.formats.gguf import open_gguf
-from hotset.server.service import Service
 
 __all__ = ["validated"]  # the fixture
 NO_HOST_MEMORY, NO_MEMORY, INITIALISATION, LOST = -1, -2, -3, -4
@@ -147,14 +146,15 @@ def _python(code: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "result"), [("vkQueueSubmit", NO_MEMORY), ("vkWaitForFences", LOST), ("vkQueueSubmit", LOST)]
 )
-def test_every_request_is_answered(tmp_path: Path, name: str, result: int) -> None:
+async def test_every_request_is_answered(tmp_path: Path, name: str, result: int) -> None:
     """Check that the requests of the failed step get an error, and the others their text."""
 
     async def ask(client: httpx.AsyncClient, seed: int) -> httpx.Response:
         body = {"messages": MESSAGES, "max_tokens": 6, "temperature": 0, "seed": seed}
         return await client.post("/v1/chat/completions", json=body)
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    load = {"device": "vulkan", "n_ctx": 128, "max_batch": 32, "max_sequences": 2}
+    async with client_of(write_model(tmp_path / "model.gguf"), load=load) as (client, service):
         del service
         first = await ask(client, 0)
         assert first.status_code == 200
@@ -171,18 +171,16 @@ def test_every_request_is_answered(tmp_path: Path, name: str, result: int) -> No
                 assert one.json()["choices"][0]["message"]["content"] == text
         assert (await ask(client, 9)).json()["choices"][0]["message"]["content"] == text
 
-    load = {"device": "vulkan", "n_ctx": 128, "max_batch": 32, "max_sequences": 2}
-    run(write_model(tmp_path / "model.gguf"), work, load=load)
-
 
 @pytest.mark.slow
-def test_a_thousand_requests_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_thousand_requests_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare the memory of the device and of this process after 200 and after 1,000 requests."""
     import psutil
 
     monkeypatch.delenv("HOTSET_VULKAN_VALIDATION")
 
-    async def work(client: httpx.AsyncClient, service: Service) -> None:
+    load = {"device": "vulkan", "n_ctx": 256, "max_batch": 64}
+    async with client_of(write_model(tmp_path / "model.gguf"), load=load) as (client, service):
         stage = stage_of(service.model.backend)  # type: ignore[arg-type]
         process, held = psutil.Process(), []
         for n in range(1, 1001):
@@ -195,13 +193,10 @@ def test_a_thousand_requests_leave_nothing(tmp_path: Path, monkeypatch: pytest.M
             assert reply.status_code == 200, reply.text
             if n % 200 == 0:
                 gc.collect()
-                held.append((stage._device.allocated, process.memory_info().rss))
+                held.append((stage.opened.device.allocated, process.memory_info().rss))
         assert len({device for device, _ in held}) == 1
         assert held[-1][1] - held[0][1] < 32 << 20
         print([(device, rss >> 20) for device, rss in held])
-
-    load = {"device": "vulkan", "n_ctx": 256, "max_batch": 64}
-    run(write_model(tmp_path / "model.gguf"), work, load=load)
 
 
 # -- memory of a discrete card ---------------------------------------------------------------------
@@ -264,7 +259,7 @@ def test_kernels_are_kept(tmp_path: Path) -> None:
     with open_gguf(write_llama(tmp_path / "m.gguf", n_layer=1)) as gguf:
         backend = vulkan(gguf)
         backend.step(batch([(tokens(1), 0, [0])]))
-        assert stage_of(backend)._device.is_cache_of(stage_of(backend)._device.compiled())
+        assert stage_of(backend).opened.device.is_cache_of(stage_of(backend).opened.device.compiled())
         backend.close()
     path = pipelines.path_of(info)
     assert path.is_relative_to(tmp_path / "home")

@@ -79,7 +79,7 @@ def test_the_shape_of_a_workgroup_changes_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_: GGMLType, experts: Any
 ) -> None:
     """Check every candidate in steps of one, few and many tokens, with skipped rows."""
-    monkeypatch.setattr(shapes, "_LARGE", 500)  # some matrices of a tiny model are larger
+    monkeypatch.setattr(shapes, "LARGE", 500)  # some matrices of a tiny model are larger
     path = write_llama(
         tmp_path / "m.gguf", n_layer=1, n_embd=256, n_ff=512, head_dim=64, type_of=lambda _: type_,
         experts=experts, keys={"llama.hidden_activation": "relu"},
@@ -92,7 +92,7 @@ def test_the_shape_of_a_workgroup_changes_no_bit(
             chosen = ProductShapes(**{name: of[i % len(of)] for name, of in shapes.CANDIDATES.items()})
             stage.take_shapes(DeviceShapes(ProductShapes(), {type_: chosen}))
             assert np.array_equal(logits_of(backend, ids, splits, [3, 1]), expected), chosen
-        compiled = [key for key in stage.opened.kernels._compiled if key[0] == "rounded_few"]
+        compiled = [key for key in stage.opened.kernels.compiled if key[0] == "rounded_few"]
         for n in (1, 4):
             assert {key[4:] for key in compiled if key[2] == n} == set(shapes.SHAPES)
         backend.close()

@@ -92,7 +92,7 @@ def test_planned_bytes_equal_used_bytes(tmp_path: Path, kv_type: Any, options: d
         stage = stage_of(backend)
         facts = planning.model_facts(stage.graph, gguf.tensors, kv_type, 12, backend.max_batch)
         logits_of(backend, tokens(20), [1], [1])
-        held = stage._device.allocated
+        held = stage.opened.device.allocated
         assert held == sum(stage.nbytes.values())
         spare = 4 * (2 << 20)
         assert held <= facts.whole_bytes <= 1.34 * held + spare
@@ -120,7 +120,7 @@ def test_a_budget_is_a_promise(tmp_path: Path, share: float, monkeypatch: pytest
         assert model.generate("Hello", **GREEDY).text == expected
         [memory] = model.device_memory()
         assert memory.used <= memory.planned.total <= gib * 2**30
-        assert stage_of(model.backend)._device.allocated == memory.used  # type: ignore[arg-type]
+        assert stage_of(model.backend).opened.device.allocated == memory.used  # type: ignore[arg-type]
     with pytest.raises(OutOfMemoryError, match="the smallest budget that works is"):
         hotset.load(path, device="vulkan", vram_budget=0.001, **SMALL)
     with pytest.raises(OutOfMemoryError, match="free on"):
@@ -136,7 +136,7 @@ def test_two_devices_are_a_pipeline(tmp_path: Path) -> None:
         two = vulkan(gguf, n_devices=2)
         first, second = two.stages
         assert isinstance(first, VulkanStage)
-        assert first._device is not stage_of(two)._device
+        assert first._device is not stage_of(two).opened.device
         assert np.array_equal(logits_of(two, ids, [1, 65], [3, 1]), expected)
         assert len(two.device_bytes()) == 2
         three = vulkan(gguf, n_layers=3, n_devices=2, n_threads=1)
@@ -318,13 +318,13 @@ def test_autotuning_measures_running_kernels(monkeypatch: pytest.MonkeyPatch) ->
     info = replace(find_device("vulkan"), kind="discrete")
     device, default = open_device(info), {name: (own,) for name, own in asdict(ProductShapes()).items()}
     monkeypatch.setattr(autotune, "CANDIDATES", default)
-    monkeypatch.setattr(autotune, "_SECONDS", 1e6)
-    steps, ran = autotune._MEASURED, list[int]()
+    monkeypatch.setattr(autotune, "SECONDS", 1e6)
+    steps, ran = autotune.MEASURED, list[int]()
     rerun = VulkanStage.rerun
     monkeypatch.setattr(VulkanStage, "rerun", lambda self, n=1: (ran.append(n), rerun(self, n)))
     for width, limit, tuned in ((4096, 1 << 20, set()), (256, 64 << 20, {GGMLType.Q4_0})):
         small = {name: (n_rows * width // 4096, n, counts) for name, (n_rows, n, counts) in steps.items()}
-        monkeypatch.setattr(autotune, "_MEASURED", small)
+        monkeypatch.setattr(autotune, "MEASURED", small)
         monkeypatch.setattr(autotune, "WIDTH", width)
         device.limit(limit)
         assert autotune.tuned(info, device, [GGMLType.Q4_0]).tuned.keys() == tuned
@@ -352,7 +352,7 @@ def test_a_load_tunes_its_device_once(tmp_path: Path, card: Any, monkeypatch: py
             backend = vulkan(gguf)
             assert asked == ["Q4_0"] * n
             assert np.array_equal(logits_of(backend, tokens(9), [1, 2], [0]), expected)
-            kernels = stage_of(backend).opened.kernels._compiled
+            kernels = stage_of(backend).opened.kernels.compiled
             assert {key[4:] for key in kernels if key[0] == "rounded_few"} == {chosen}
             backend.close()
     shown = inside("doctor").stdout
@@ -370,7 +370,6 @@ def test_doctor_and_plan_list_devices(tmp_path: Path) -> None:
     shown = inside("doctor").stdout
     path = write_model(tmp_path / "model.gguf")
     plan = inside("plan", str(path), "--device", "vulkan", "-c", "128")
-    assert plan.returncode == 0, plan.stderr
     listed = inside("plan", str(path), "--device", "list").stdout
     for text in (" ".join(shown.split()), " ".join(plan.stderr.split())):
         assert "GB/s" in text
@@ -378,6 +377,6 @@ def test_doctor_and_plan_list_devices(tmp_path: Path) -> None:
         assert "not used by --device auto: a software driver" in text
     found = json.loads(inside("plan", str(path), "--device", "vulkan", "-c", "128", "--json").stdout)
     assert found["devices"][0]["device"] == f"vulkan:{one['index']}"
-    alone = inside("plan", str(path), "--device", "auto")
+    alone = inside("plan", str(path), "--device", "auto", returns=None)
     assert alone.returncode == 0, alone.stderr  # a plan of this machine's memory
     assert f"vulkan:{one['index']}" not in alone.stdout

@@ -13,13 +13,20 @@ from byte_models import N_PLANTED, PLANTED_LAYERS, write_model, write_sparse
 from cases import quick_are, quick_if
 from hybrid_runs import TOLERANCE, relative_error
 from sparse_runs import ACTIVATIONS, MODELS, N_FF, cpu, hot_neurons, prepared, write
-from vulkan_runs import check_cancelled_beside_worker, check_failing_worker, stage_of, validated, vulkan
+from vulkan_runs import (
+    assert_cheap_submissions_decide,
+    check_cancelled_beside_worker,
+    check_failing_worker,
+    slow_cpu,
+    stage_of,
+    validated,
+    vulkan,
+)
 
 import hotset
 from hotset import _core
 from hotset.backends.base import Batch
 from hotset.backends.pipeline import ChainBackend
-from hotset.backends.vulkan import devices, planning
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.powerinfer import GPUIndex, write_gpu_index
@@ -27,9 +34,8 @@ from hotset.formats.quants import GGMLType as T
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.thresholds import LayerThresholds
-from hotset.placement import machine
 
-__all__ = ["validated"]  # the fixture
+__all__ = ["slow_cpu", "validated"]  # the fixtures
 STEPS = [11, 12, 13, 30]  # a prompt, tokens one by one, more of a prompt
 SMALL: dict[str, Any] = {"n_ctx": 128, "max_batch": 16}
 # With quantised weights both sides multiply the same rounded inputs. Only sums over neurons differ, whose
@@ -167,13 +173,6 @@ def test_a_step_is_cancelled_while_the_cpu_computes(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the CPU so slow that placing a tiny model pays."""
-    slow = {"cpu_read": 1e7, "cpu_gather": 1e7, "cpu_read_busy": 1e7, "cpu_gather_busy": 1e7}
-    monkeypatch.setattr(machine, "STAND_IN", replace(machine.STAND_IN, sync=1e-6, launch=1e-9, **slow))
-
-
-@pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_sparse(tmp_path / "model.gguf", n_ff=N_PLANTED, ranks=(32,) * PLANTED_LAYERS)
 
@@ -209,7 +208,7 @@ def test_a_budget_for_a_share_of_the_ffns(model: Path, slow_cpu: None, mode: str
         assert relative_error(loaded.logits("Hello there"), expected) < 0.002
         [memory] = loaded.device_memory()
         assert memory.used <= memory.planned.total <= gib * 2**30
-        assert stage_of(loaded.backend)._device.allocated == memory.used  # type: ignore[arg-type]
+        assert stage_of(loaded.backend).opened.device.allocated == memory.used  # type: ignore[arg-type]
         assert any("share their neurons with the CPU" in note for note in loaded.backend.notes)
 
 
@@ -239,17 +238,16 @@ def test_layers_that_are_not_split(model: Path, slow_cpu: None, tmp_path: Path) 
         hotset.plan(silu, vram_budget=gib, device="vulkan", split="neurons", **SMALL)
 
 
-@pytest.mark.parametrize(("kind", "splits"), [("discrete", True), ("integrated", False)])
+@pytest.mark.parametrize("kind", ["discrete", "integrated"])
 def test_the_cost_of_a_submission_decides(
-    model: Path, slow_cpu: None, monkeypatch: pytest.MonkeyPatch, kind: str, splits: bool
+    model: Path, slow_cpu: None, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Check that neurons are split only if round trips cost little and the device has its own memory."""
     gib, free = budget_of(model, 0.5, "exact"), settings_of("exact") | {"split": "auto"}
-    there = [replace(info, kind=kind) for info in devices.list_devices()]
-    monkeypatch.setattr(devices, "list_devices", lambda: there)
-    for sync, is_cheap in ((1e-6, True), (1.0, False)):
-        rates = replace(machine.STAND_IN, sync=sync)
-        monkeypatch.setattr(planning, "rates_beside", lambda *_, rates=rates: rates)
+
+    def pays() -> bool:
         found = hotset.plan(model, vram_budget=gib, **free)
         assert found is not None
-        assert any(place.is_split for place in found.layers) == (splits and is_cheap)
+        return any(place.is_split for place in found.layers)
+
+    assert_cheap_submissions_decide(monkeypatch, kind, pays, dear=1.0)

@@ -81,6 +81,12 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
     assert not faults
 
 
+@pytest.fixture
+def page(server: FakeServer, opened: Callable[..., Any]) -> Any:
+    """Return the page of `server`, whose replies a test may still add."""
+    return opened(server.url)
+
+
 def _note_fault(message: Any, faults: list[str]) -> None:
     if message.type == "error" and not message.text.startswith(
         "Failed to load resource"

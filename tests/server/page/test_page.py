@@ -39,10 +39,9 @@ from hotset.server.settings import ServerSettings
 
 
 @pytest.mark.parametrize("how", ["button", "escape"])
-def test_stop(server: FakeServer, opened: Any, how: str) -> None:
+def test_stop(server: FakeServer, page: Any, how: str) -> None:
     hold = Hold()
     server.replies += [["One", " two", hold], ["Three."]]
-    page = opened(server.url)
     say(page, "Count", wait=False)
     page.get_by_text("One two", exact=True).wait_for()
     if how == "button":
@@ -61,9 +60,8 @@ def test_stop(server: FakeServer, opened: Any, how: str) -> None:
     assert sent(server)[1] == ("assistant", "One two")
 
 
-def test_editing_a_message_gives_a_new_answer(server: FakeServer, opened: Any) -> None:
+def test_editing_a_message_gives_a_new_answer(server: FakeServer, page: Any) -> None:
     server.replies += [["A."], ["B."], ["C."]]
-    page = opened(server.url)
     say(page, "first")
     say(page, "second")
     page.locator(".question").first.hover()
@@ -81,9 +79,8 @@ def test_editing_a_message_gives_a_new_answer(server: FakeServer, opened: Any) -
     assert (questions(page), answers(page)) == (["another"], ["C."])
 
 
-def test_an_answer_is_regenerated(server: FakeServer, opened: Any) -> None:
+def test_an_answer_is_regenerated(server: FakeServer, page: Any) -> None:
     server.replies += [["A."], ["B."], ["Another B."]]
-    page = opened(server.url)
     say(page, "first")
     say(page, "second")
     page.get_by_role("button", name="Regenerate").last.click()
@@ -93,9 +90,8 @@ def test_an_answer_is_regenerated(server: FakeServer, opened: Any) -> None:
     assert answers(page) == ["A.", "Another B."]
 
 
-def test_reasoning_is_shown_separately(server: FakeServer, opened: Any) -> None:
+def test_reasoning_is_shown_separately(server: FakeServer, page: Any) -> None:
     server.replies.append([("reasoning_content", "<b>Hm</b>"), "Yes."])
-    page = opened(server.url)
     say(page, "Well?")
     assert answers(page) == ["Yes."]
     page.get_by_text("Reasoning").click()
@@ -372,12 +368,11 @@ def test_a_dense_model_shows_speed_and_bytes(tmp_path: Path, opened: Any) -> Non
 
 
 @pytest.mark.slow
-def test_the_activity_of_an_earlier_answer(server: FakeServer, opened: Any) -> None:
+def test_the_activity_of_an_earlier_answer(server: FakeServer, page: Any) -> None:
     server.replies += [
         [token(i, f" {i}", [0.9, 0.9, 0.9]) for i in range(3)],
         [token(i, f" {i}", [0.1, 0.1, 0.1]) for i in range(3)],
     ]
-    page = opened(server.url)
     say(page, "one")
     say(page, "two")
     assert message(page, "#summary").startswith("10% of neurons")
@@ -421,10 +416,9 @@ def test_the_systems_theme(server: FakeServer, opened: Any) -> None:
 
 
 @pytest.mark.chromium_only  # as above
-def test_nothing_moves_if_reduced_motion_is_preferred(server: FakeServer, opened: Any) -> None:
+def test_nothing_moves_if_reduced_motion_is_preferred(server: FakeServer, page: Any) -> None:
     hold = Hold()
     server.replies.append(["a", hold])
-    page = opened(server.url)
     say(page, "x", wait=False)
     page.get_by_text("a", exact=True).wait_for()
     dot = "getComputedStyle(document.querySelector('.running .who'), '::after').animationName"
@@ -438,9 +432,8 @@ def test_nothing_moves_if_reduced_motion_is_preferred(server: FakeServer, opened
 # ---- accessibility
 
 
-def test_a_screen_reader_gets_the_beginning_and_the_end(server: FakeServer, opened: Any) -> None:
+def test_a_screen_reader_gets_the_beginning_and_the_end(server: FakeServer, page: Any) -> None:
     server.replies.append([token(i, f" {i}", [0.2, 0.3, 0.4]) for i in range(60)])
-    page = opened(server.url)
     page.evaluate(
         "window.heard = []; new MutationObserver(() => {"
         "const text = document.querySelector('#live').textContent; if (text) heard.push(text); })"
@@ -538,7 +531,7 @@ def test_the_real_server_with_a_key(tmp_path: Path, opened: Any) -> None:
         assert page.locator("#tape span").count() > 0
 
 
-def test_a_refusal_is_shown_and_the_conversation_continues(server: FakeServer, opened: Any) -> None:
+def test_a_refusal_is_shown_and_the_conversation_continues(server: FakeServer, page: Any) -> None:
     server.replies += [
         Refusal(400, "the prompt has 9 tokens and the context 8: shorten it"),
         Refusal(429, "64 answers wait already", {"Retry-After": "2.4"}),
@@ -547,7 +540,6 @@ def test_a_refusal_is_shown_and_the_conversation_continues(server: FakeServer, o
         Refusal(400, "too long"),
         ["Short."],
     ]
-    page = opened(server.url)
     say(page, "long")
     assert page.locator(".failed").inner_text() == "the prompt has 9 tokens and the context 8: shorten it"
     page.get_by_role("button", name="Regenerate").click()
@@ -566,10 +558,9 @@ def test_a_refusal_is_shown_and_the_conversation_continues(server: FakeServer, o
     assert sent(server) == [("user", "long"), ("assistant", "Whole."), ("user", "short")]
 
 
-def test_a_connection_that_breaks_and_is_restored(server: FakeServer, opened: Any) -> None:
+def test_a_connection_that_breaks_and_is_restored(server: FakeServer, page: Any) -> None:
     hold = Hold()
     server.replies += [["So far", hold, Drop()], ["Whole."]]
-    page = opened(server.url)
     say(page, "talk", wait=False)
     page.get_by_text("So far", exact=True).wait_for()
     hold.go_on.set()
@@ -671,9 +662,8 @@ def test_another_conversation_can_be_opened_during_an_answer(server: FakeServer,
     assert page.locator("#conversations .name").all_inner_texts() == ["two"]
 
 
-def test_a_full_browser_storage_is_reported(server: FakeServer, opened: Any) -> None:
+def test_a_full_browser_storage_is_reported(server: FakeServer, page: Any) -> None:
     server.replies.append(["A."])
-    page = opened(server.url)
     page.evaluate(
         "() => { Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError') } }"
     )

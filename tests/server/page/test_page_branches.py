@@ -11,9 +11,8 @@ from fake_chat_server import FakeServer, Hold, Refusal
 
 
 @pytest.mark.slow
-def test_editing_a_question_keeps_the_earlier_version(server: FakeServer, opened: Any) -> None:
+def test_editing_a_question_keeps_the_earlier_version(server: FakeServer, page: Any) -> None:
     server.replies += [["A."], ["B."], ["C."]]
-    page = opened(server.url)
     say(page, "first")
     say(page, "second")
     page.locator(".question").nth(1).get_by_role("button", name="Edit").click()
@@ -28,10 +27,9 @@ def test_editing_a_question_keeps_the_earlier_version(server: FakeServer, opened
     assert len(stored(page)["messages"]) == 6
 
 
-def test_an_answer_is_continued(server: FakeServer, opened: Any) -> None:
+def test_an_answer_is_continued(server: FakeServer, page: Any) -> None:
     hold = Hold()
     server.replies += [["One", " two", hold], [" three", "."], Refusal(400, "no more room"), [" Four."]]
-    page = opened(server.url)
     say(page, "Count", wait=False)
     page.get_by_text("One two", exact=True).wait_for()
     page.click("#stop")
@@ -50,9 +48,8 @@ def test_an_answer_is_continued(server: FakeServer, opened: Any) -> None:
     assert page.locator(".failed").is_hidden()
 
 
-def test_an_answer_is_edited(server: FakeServer, opened: Any) -> None:
+def test_an_answer_is_edited(server: FakeServer, page: Any) -> None:
     server.replies += [["A."], ["B."], ["C."]]
-    page = opened(server.url)
     say(page, "first")
     say(page, "second")
     page.get_by_role("button", name="Edit this answer").first.click()
@@ -68,9 +65,8 @@ def test_an_answer_is_edited(server: FakeServer, opened: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_message_is_deleted_and_restored(server: FakeServer, opened: Any) -> None:
+def test_a_message_is_deleted_and_restored(server: FakeServer, page: Any) -> None:
     server.replies += [["A."], ["B."], ["C."]]
-    page = opened(server.url)
     say(page, "first")
     say(page, "second")
     page.get_by_role("button", name="Delete this answer").first.click()
@@ -87,9 +83,8 @@ def test_a_message_is_deleted_and_restored(server: FakeServer, opened: Any) -> N
     assert [message["content"] for message in stored(page)["messages"]] == ["first", "second", "B."]
 
 
-def test_one_of_several_versions_is_deleted(server: FakeServer, opened: Any) -> None:
+def test_one_of_several_versions_is_deleted(server: FakeServer, page: Any) -> None:
     server.replies += [["A."], ["Another A."]]
-    page = opened(server.url)
     say(page, "first")
     page.get_by_role("button", name="Regenerate").click()
     page.get_by_text("Another A.", exact=True).wait_for()

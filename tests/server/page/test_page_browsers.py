@@ -16,11 +16,10 @@ pytestmark = pytest.mark.every_browser
 
 
 def test_an_answer_streams_and_the_next_request_contains_the_conversation(
-    server: FakeServer, opened: Any
+    server: FakeServer, page: Any
 ) -> None:
     hold = Hold()
     server.replies += [["Good", " day", hold, ", you."], ["Again."]]
-    page = opened(server.url)
     say(page, "Hello", wait=False)
     page.get_by_text("Good day", exact=True).wait_for()
     assert page.locator("#stop").is_visible()
@@ -88,9 +87,8 @@ def test_settings_reach_the_request(server: FakeServer, opened: Any) -> None:
     assert sent(server)[0] == ("system", "Be brief.")
 
 
-def test_a_regenerated_answer_keeps_the_earlier_one(server: FakeServer, opened: Any) -> None:
+def test_a_regenerated_answer_keeps_the_earlier_one(server: FakeServer, page: Any) -> None:
     server.replies += [["A."], ["Another A."], ["B."], ["C."]]
-    page = opened(server.url)
     say(page, "first")
     page.get_by_role("button", name="Regenerate").click()
     page.get_by_text("Another A.", exact=True).wait_for()
@@ -170,9 +168,8 @@ def math_is_drawn(page: Any, n: int) -> None:
     until(page, f"document.querySelectorAll('.answer math').length === {n}")
 
 
-def test_formulas_become_mathml(server: FakeServer, opened: Any) -> None:
+def test_formulas_become_mathml(server: FakeServer, page: Any) -> None:
     server.replies.append([MATH[i : i + 5] for i in range(0, len(MATH), 5)])
-    page = opened(server.url)
     say(page, "math")
     math_is_drawn(page, 6)
     assert page.locator(".math.display math").count() == 3
@@ -240,9 +237,8 @@ def test_360_pixels_are_wide_enough(server: FakeServer, opened: Any) -> None:
     fits()
 
 
-def test_everything_works_by_keyboard(server: FakeServer, opened: Any) -> None:
+def test_everything_works_by_keyboard(server: FakeServer, page: Any) -> None:
     server.replies += [[token(i, f" {i}", [0.2, 0.3, 0.4]) for i in range(4)], ["B."], ["C."]]
-    page = opened(server.url)
     from_the_top(page)
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to the message"

@@ -54,9 +54,8 @@ def test_the_servers_refusal_of_a_too_long_message_is_shown(server: FakeServer, 
     assert page.locator(".failed:visible").inner_text() == "too long"
 
 
-def test_a_reload_shows_the_same_conversation(server: FakeServer, opened: Any) -> None:
+def test_a_reload_shows_the_same_conversation(server: FakeServer, page: Any) -> None:
     server.replies += [["A."], ["B."]]
-    page = opened(server.url)
     say(page, "one")
     page.reload()
     until(page, "document.querySelectorAll('.turn').length === 2")
@@ -67,9 +66,8 @@ def test_a_reload_shows_the_same_conversation(server: FakeServer, opened: Any) -
     assert page.locator(".turn").count() == 0
 
 
-def test_versions_of_a_question_are_visible_without_pointing(server: FakeServer, opened: Any) -> None:
+def test_versions_of_a_question_are_visible_without_pointing(server: FakeServer, page: Any) -> None:
     server.replies += [["A."], ["B."]]
-    page = opened(server.url)
     say(page, "one")
     page.locator(".question").hover()
     page.get_by_role("button", name="Edit", exact=True).click()

@@ -25,9 +25,8 @@ HOSTILE_MATH = [
 ]
 
 
-def test_hostile_formulas_stay_harmless(server: FakeServer, opened: Any) -> None:
+def test_hostile_formulas_stay_harmless(server: FakeServer, page: Any) -> None:
     server.replies.append(["\n\n".join([r"$\sqrt{4}$", *HOSTILE_MATH])])
-    page = opened(server.url)
     say(page, "math")
     until(page, "document.querySelector('.answer math') !== null")
     assert page.evaluate("window.pwned") is None
@@ -135,9 +134,8 @@ GROW = """async ([text, size]) => {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_work_per_token_does_not_grow_with_the_answer(server: FakeServer, opened: Any, kind: str) -> None:
+def test_the_work_per_token_does_not_grow_with_the_answer(page: Any, kind: str) -> None:
     text = KINDS[kind][:40_000]
-    page = opened(server.url)
     found = page.evaluate(GROW, [text, 4])  # 10,000 tokens
     assert found["same"]
     assert found["nodes"]
@@ -153,10 +151,9 @@ AT_END = """(({ scrollTop, clientHeight, scrollHeight }) => scrollTop + clientHe
     document.querySelector('#scroll'))"""
 
 
-def test_only_visible_blocks_are_laid_out(server: FakeServer, opened: Any) -> None:
+def test_only_visible_blocks_are_laid_out(server: FakeServer, page: Any) -> None:
     text = PROSE * 200
     server.replies.append([text[i : i + 2000] for i in range(0, len(text), 2000)])
-    page = opened(server.url)
     say(page, "Go on")
     blocks = page.locator(".answer .part > *")
     until(page, f"{SEEN} < 200")

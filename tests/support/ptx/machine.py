@@ -25,7 +25,6 @@ REGISTERS: dict[str, Any] = {
     "p": np.bool_, "rs": np.uint16, "h": np.uint16, "r": np.uint32, "f": np.uint32, "hh": np.uint32,
     "b": np.uint32, "rd": np.uint64, "fd": np.uint64,
 }  # fmt: skip
-Put = Callable[[Values], None]
 Lanes = slice | np.ndarray
 
 

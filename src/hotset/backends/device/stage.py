@@ -58,7 +58,7 @@ class WorkerCounts(Protocol):
 class DeviceStage:
     """The base of the stages on devices: a range of a graph, and the counts of its CPU worker."""
 
-    _worker: WorkerCounts | None = None
+    worker: WorkerCounts | None = None
 
     def __init__(self, graph: Graph, options: BackendOptions, span: Span) -> None:
         self.graph, self.entering = span.of(graph)
@@ -79,13 +79,13 @@ class DeviceStage:
     def active_on_cpu(self) -> np.ndarray:
         """Return the active neurons of the CPU worker in the latest step, int64 [n_layer]."""
         active = np.zeros(self.n_layer, np.int64)
-        if self._worker is not None and self._is_served:
-            active[list(self._worker.layers)] = self._worker.counts()[:, COUNTS.index("active")]
+        if self.worker is not None and self._is_served:
+            active[list(self.worker.layers)] = self.worker.counts()[:, COUNTS.index("active")]
         return active
 
     def cpu_worker_seconds(self) -> np.ndarray:
         """Return the seconds of the CPU worker for each layer of the latest step, float64 [n_layer]."""
         seconds = np.zeros(self.n_layer)
-        if self._worker is not None and self._is_served:
-            seconds[list(self._worker.layers)] = self._worker.seconds()
+        if self.worker is not None and self._is_served:
+            seconds[list(self.worker.layers)] = self.worker.seconds()
         return seconds

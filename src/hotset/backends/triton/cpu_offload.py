@@ -473,7 +473,7 @@ def _probe(device: torch.device) -> ChosenKind:
         if works and kind == "hostfunc":
             break
         try:
-            works[kind] = _measured_by([sys.executable, "-P", "-c", _PROBE, str(device), kind])
+            works[kind] = measured_by([sys.executable, "-P", "-c", _PROBE, str(device), kind])
             tried.append(f"{kind} {works[kind] * 1e6:.0f} µs")
         except DeviceError as error:
             tried.append(f"{kind} does not work ({sentence_of(error)})")
@@ -498,7 +498,7 @@ except HotsetError as error:
 """
 
 
-def _measured_by(command: list[str], timeout: float = PROBE_PROCESS_TIMEOUT) -> float:
+def measured_by(command: list[str], timeout: float = PROBE_PROCESS_TIMEOUT) -> float:
     """Run a process and return the number that it prints.
 
     Raises DeviceError with its last line of errors if it fails.

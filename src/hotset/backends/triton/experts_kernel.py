@@ -258,7 +258,7 @@ def _expert_tiles_kernel(
 ):  # fmt: skip
     """Compute out [pairs, n_rows], as _expert_rows_kernel does: R rows of the pairs order[first : end].
 
-    These are at most M pairs, which have one slot (_tiles).
+    These are at most M pairs, which have one slot (expert_tiles).
     """
     await_launches()
     slot = tl.load(tile_slots + tl.program_id(1))
@@ -625,13 +625,13 @@ def experts(
     tiles = None
     if n_tokens > FEW_TOKENS:
         n_pairs = 32 if n_tokens >= 256 and not is_amd(h) else 16
-        tiles = _tiles(flat, up.n_rows // n_neurons, n_pairs)
+        tiles = expert_tiles(flat, up.n_rows // n_neurons, n_pairs)
     gates = None
-    given = _quantized(h) if not all(m.is_float for m in (gate or up, up)) else (h, h, h)
+    given = quantized(h) if not all(m.is_float for m in (gate or up, up)) else (h, h, h)
     values = torch.empty((len(flat), n_neurons), device=h.device)
     if gate is not None:
-        gates = _rows(h, given, flat, gate, gate_bias, n_neurons, n_used, tiles)
-    ups = _rows(h, given, flat, up, up_bias, n_neurons, n_used, tiles)
+        gates = expert_rows(h, given, flat, gate, gate_bias, n_neurons, n_used, tiles)
+    ups = expert_rows(h, given, flat, up, up_bias, n_neurons, n_used, tiles)
     launcher.launch(
         _values_kernel, (len(flat), -(-n_neurons // 256)), gates, ups, flat, values, counts, n_neurons,
         float(activation.threshold), float(up_activation.threshold) if up_activation else 0.0,
@@ -645,8 +645,8 @@ def experts(
         counts[2 if gate is not None else 3] += rows
         if gate is not None:
             counts[3] += rows
-    given = (values, values, values) if down.is_float else _quantized(values)
-    return _rows(values, given, flat, down, down_bias, h.shape[1], 1, tiles).view(n_tokens, n_used, -1)
+    given = (values, values, values) if down.is_float else quantized(values)
+    return expert_rows(values, given, flat, down, down_bias, h.shape[1], 1, tiles).view(n_tokens, n_used, -1)
 
 
 @dataclass(frozen=True)
@@ -664,7 +664,7 @@ class Tiles:
     n_pairs: int
 
 
-def _tiles(slots: Tensor, n_slots: int, n: int) -> Tiles:
+def expert_tiles(slots: Tensor, n_slots: int, n: int) -> Tiles:
     """Sort pairs by slot and divide them into tiles of n pairs.
 
     slots: int32 [pairs]. The number of tiles is the largest possible one, because the host does not read the
@@ -685,7 +685,7 @@ def _tiles(slots: Tensor, n_slots: int, n: int) -> Tiles:
     return Tiles(order.int(), slot.int(), first.int(), end.int(), n)
 
 
-def _quantized(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def quantized(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     n, n_blocks = len(x), x.shape[1] // 32
     q = torch.empty((n, n_blocks * 32), dtype=torch.int8, device=x.device)
     scales, sums = (torch.empty((n, n_blocks), device=x.device) for _ in range(2))
@@ -695,7 +695,7 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, scales, sums
 
 
-def _rows(
+def expert_rows(
     x: Tensor,
     given: tuple[Tensor, Tensor, Tensor],
     slots: Tensor,

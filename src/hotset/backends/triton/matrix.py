@@ -154,7 +154,7 @@ class DeviceMatrix:
         for first in range(0, max(n_kept, 1), step):
             last = min(first + step, n_kept)
             chunk = whole[first:last] if rows is None else whole[rows[first:last]]
-            for name, piece in _taken_apart(np.ascontiguousarray(chunk), type).items():
+            for name, piece in taken_apart(np.ascontiguousarray(chunk), type).items():
                 if name not in parts:
                     parts[name] = _new((n_kept, piece.shape[1]), piece.dtype, device, arena)
                 parts[name][first:last].copy_(piece)
@@ -171,7 +171,7 @@ class DeviceMatrix:
             raise UnsupportedModelError(
                 f"experts of type {type.name} cannot be computed on a GPU; use device='cpu'"
             )
-        row = _taken_apart(np.zeros((1, row_bytes(type, n_cols)), np.uint8), type)
+        row = taken_apart(np.zeros((1, row_bytes(type, n_cols)), np.uint8), type)
         parts = {
             name: torch.zeros((n_rows, piece.shape[1]), dtype=piece.dtype, device=device)
             for name, piece in row.items()
@@ -180,7 +180,7 @@ class DeviceMatrix:
 
     def put(self, first: int, rows: np.ndarray) -> None:
         """Write rows in the layout of the file, uint8 [n, row bytes], to the rows from `first` on."""
-        for name, piece in _taken_apart(np.ascontiguousarray(rows), self.type).items():
+        for name, piece in taken_apart(np.ascontiguousarray(rows), self.type).items():
             getattr(self, name)[first : first + len(rows)].copy_(piece)
 
     @classmethod
@@ -395,7 +395,7 @@ def check_type(type: GGMLType) -> None:
         )
 
 
-def _taken_apart(rows: np.ndarray, type: GGMLType) -> dict[str, Tensor]:
+def taken_apart(rows: np.ndarray, type: GGMLType) -> dict[str, Tensor]:
     """Split rows of blocks, uint8 [n, row bytes], into the fields of DeviceMatrix.
 
     The fields are [n, width], on the host.

@@ -51,7 +51,7 @@ USUAL_CONTEXT = 600 << 20  # assumed bytes of a CUDA context with its kernels, i
 _TURNS = 4  # passes over the matrices of a device between two waits for it
 _DECREED = 0.8  # assumed rate of channels of a simulated GPU, as a share of its rate of rows
 _PASSES = 4  # passes over all matrices between two waits for the device
-_CHANNEL_SECONDS = 0.2  # seconds of the measurement of channels
+CHANNEL_SECONDS = 0.2  # seconds of the measurement of channels
 # Shares of a data sheet's figures that kernels reach.
 _OF_BANDWIDTH, _OF_LINK = 0.85, 0.8
 
@@ -421,14 +421,14 @@ def channel_rates(
             work.type: ChannelRates(machine.STAND_IN.read, _DECREED * machine.STAND_IN.read) for work in works
         }
     return {
-        work.type: kept_once([device_key(found), key_of(work)], partial(_measure_device, found, work),
+        work.type: kept_once([device_key(found), key_of(work)], partial(measure_device, found, work),
         str(found),
                          work, progress, path)
         for work in works
     }  # fmt: skip
 
 
-def _measure_device(device: torch.device, work: Workload) -> ChannelRates:
+def measure_device(device: torch.device, work: Workload) -> ChannelRates:
     """Measure the bytes per second of a device's kernels, for all rows and for the share KEPT of channels."""
     import torch
 

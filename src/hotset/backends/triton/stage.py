@@ -83,7 +83,7 @@ class GpuStage(DeviceStage):
         layers = {op.layer for op in attention}
         self._hot = {i: mask for i, mask in share.hot.items() if i in layers and not mask.all()}
         self._experts = {ffn.layer for ffn in self.graph.ffns if ffn.route is not None}
-        self._worker: CpuWorkerProtocol | None = self._checked(worker, gpu.stream_from)
+        self.worker: CpuWorkerProtocol | None = self._checked(worker, gpu.stream_from)
         self._n_on_cpu = 0  # tokens' experts that the CPU computed; counted only without an expert cache
         self._stream_from, self._stream_bytes = gpu.stream_from, gpu.stream_bytes
         self._input_major = frozenset(gpu.input_major)
@@ -98,7 +98,7 @@ class GpuStage(DeviceStage):
         self._programs: dict[frozenset[str], Program] = {}
         self._captured: dict[int, tuple[Captured, Tensor]] = {}
         self._capture = gpu.capture
-        worker_captures = self._worker is None or self._worker.capturable
+        worker_captures = self.worker is None or self.worker.capturable
         if gpu.capture is None and self.kernels.capturable and worker_captures:
             self._capture = Graphs(self.device)
         self.notes: list[str] = []
@@ -165,7 +165,7 @@ class GpuStage(DeviceStage):
         self.check_rows(x, n)
         if self.entering is not None and x is not None:
             vectors[self.entering.id] = x
-        cold = None if self._streams(n) and not self._experts else self._worker
+        cold = None if self._streams(n) and not self._experts else self.worker
         self._is_served = cold is not None
         advice = "load the model with a smaller max_batch or vram_budget"
         with memory_errors(self.device, f"computing {n} tokens", advice), current(self.device):
@@ -194,9 +194,9 @@ class GpuStage(DeviceStage):
         """Return the counts, as Stage.counts does, including the CPU worker's neurons."""
         self._outputs.wait()
         counts: np.ndarray = self._outputs.counts.numpy().copy()
-        if self._worker is not None and self._is_served:
-            cold = self._worker.counts()
-            counts[list(self._worker.layers), : cold.shape[1]] += cold
+        if self.worker is not None and self._is_served:
+            cold = self.worker.counts()
+            counts[list(self.worker.layers), : cold.shape[1]] += cold
         return counts
 
     def expert_counts(self) -> CacheStats:
@@ -217,13 +217,13 @@ class GpuStage(DeviceStage):
         A replayed step, which has few tokens, runs to its end, but no longer waits for the CPU worker.
         """
         self._cancelled = True
-        if self._worker is not None:
-            self._worker.cancel("it was cancelled")
+        if self.worker is not None:
+            self.worker.cancel("it was cancelled")
 
     def close(self) -> None:
         """Close the CPU worker and free the device memory. It is safe to call this twice."""
-        if self._worker is not None:
-            self._worker.close()
+        if self.worker is not None:
+            self.worker.close()
         if self._expert_cache is not None:
             self._expert_cache.close()
         self._captured.clear()
@@ -388,7 +388,7 @@ class GpuStage(DeviceStage):
             while len(self._programs) > 2:  # keep the plain program and the latest two with taps
                 self._programs.pop(next(key for key in self._programs if key))
             parts = StageParts(
-                self._weights, self._cache, self.kernels, self._hot, self._worker, self._counts, self._copies,
+                self._weights, self._cache, self.kernels, self._hot, self.worker, self._counts, self._copies,
                 self._fetcher, n_ctx=self.n_pages * PAGE_SIZE, sparse=self.sparse,
                 stream_bytes=self._stream_bytes, input_major=self._input_major,
             )  # fmt: skip

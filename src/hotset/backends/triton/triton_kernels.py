@@ -1821,7 +1821,7 @@ def linear(
         return out.copy_(functions.activate(linear(x, m, bias, residual), activation, threshold))
     if n_tokens > FEW_TOKENS:
         assert isinstance(x, Tensor)
-        return _linear_many(_halves(_inputs(x), m, FORMATS[m.type]), m, bias, residual, out)
+        return _linear_many(halves(_inputs(x), m, FORMATS[m.type]), m, bias, residual, out)
     y = _matvec(x, m, out, bias, residual, activation, threshold)
     if y is not out:
         _add(y, out, bias, residual, activation, threshold)
@@ -1933,7 +1933,7 @@ class Halves:
     n_tokens: int
 
 
-def _halves(x: Tensor, m: DeviceMatrix, order: int = 0) -> Halves:
+def halves(x: Tensor, m: DeviceMatrix, order: int = 0) -> Halves:
     """Convert x [T, n] for products with m or any matrix of its type.
 
     order: the format whose words define the order of columns.
@@ -1972,7 +1972,7 @@ class Tile:
         return -(-n_programs // n_multiprocessors) * each
 
 
-def _product_tile(given: Halves, m: DeviceMatrix, n_out: int) -> Tile:
+def product_tile(given: Halves, m: DeviceMatrix, n_out: int) -> Tile:
     """Return the tile of a product with n_out numbers for each token."""
     tokens = max(pow2(given.n_tokens), 16)
     is_float32 = given.x.dtype == torch.float32
@@ -2029,7 +2029,7 @@ def _linear_many(
     given: Halves, m: DeviceMatrix, bias: Tensor | None, residual: Tensor | None, out: Tensor
 ) -> Tensor:
     n_tokens, (stride, n_words) = given.n_tokens, _row(m)
-    tile = _product_tile(given, m, m.n_rows)
+    tile = product_tile(given, m, m.n_rows)
     launcher.launch(
         _matmul_kernel, (-(-m.n_rows // tile.rows), -(-n_tokens // tile.tokens)),
         given.x, given.sizes, out, bias, residual, *_parts_of_tiles(m),
@@ -2105,8 +2105,8 @@ def _linear_t(
     stride, n_words = _row(m)
     shape = (n_tokens, m.n_rows, m.n_cols, stride, n_words)
     if n_tokens > FEW_TOKENS:
-        given = _halves(x, m)
-        tile = _product_tile(given, m, m.n_cols)
+        given = halves(x, m)
+        tile = product_tile(given, m, m.n_cols)
         words = tile.rows // _per_word(m)
         launcher.launch(
             _matmul_t_kernel, (-(-n_words // words), -(-n_tokens // tile.tokens)),
@@ -2226,7 +2226,7 @@ def _chosen(
     n_bytes = selected.shape[1]
     assert held is not None or n_bytes == -(-up.n_rows // 8), "a bit for each row"
     launcher.launch(
-        _chosen_kernel, (min(up.n_rows, _n_resident(h.device)),),
+        _chosen_kernel, (min(up.n_rows, n_resident(h.device)),),
         h, values, selected, None if held is None else held.words, None if held is None else held.before,
         ids, count, packed, gate_bias, up_bias, *matrices, n_tokens, up.n_rows, *shape, n_bytes,
         *what.numbers, 0,
@@ -2245,7 +2245,7 @@ def _gate_and_up(
     return parts, (up.n_cols, *((0, 0) if gate is None else _row(gate)), *_row(up))
 
 
-def _n_resident(device: torch.device) -> int:
+def n_resident(device: torch.device) -> int:
     """Return the number of programs of _chosen_kernel that a device runs at once.
 
     Results do not depend on it.
@@ -2266,12 +2266,12 @@ def _all_neurons(
     values = _new(h, n_tokens, n)
     if n == 0:
         return values
-    of_up, given = None, _halves(h, up, FORMATS[up.type])
+    of_up, given = None, halves(h, up, FORMATS[up.type])
     if gate is None:
         _linear_many(given, up, up_bias, None, values)
     else:
         of_up = _linear_many(given, up, up_bias, None, _new(h, n_tokens, n))
-        given = given if gate.type == up.type else _halves(h, gate, FORMATS[gate.type])
+        given = given if gate.type == up.type else halves(h, gate, FORMATS[gate.type])
         _linear_many(given, gate, gate_bias, None, values)
     launcher.launch(
         _fired_kernel, (-(-n // 64),),

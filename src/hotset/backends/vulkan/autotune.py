@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from hotset.reporter import Reporter
 
 WIDTH = 4096  # inputs of the measured matrices
-_SECONDS = 2.0  # for all types of a load
+SECONDS = 2.0  # for all types of a load
 _EACH = 0.01  # seconds to measure one step, at least three runs
 _FASTER = 0.97  # a candidate must take less than this share of the default's seconds; the rest is noise
 # For each field: rows of a matrix, matrices per step, and the token counts whose step times are added up.
-_MEASURED: Mapping[str, tuple[int, int, tuple[int, ...]]] = {
+MEASURED: Mapping[str, tuple[int, int, tuple[int, ...]]] = {
     "one": (WIDTH, 8, (1,)), "one_large": (4 * WIDTH, 2, (1,)), "few": (WIDTH, 8, (4,)),
     "most_few": (WIDTH, 8, (8, 16, 24)), "few_large": (4 * WIDTH, 2, (4,)),
 }  # fmt: skip
@@ -72,7 +72,7 @@ def tuned(
     missing = [] if why_untuned(info) else [type_ for type_ in types if type_ not in found]
     if missing and progress is not None:
         progress.say(f"Measuring workgroups of {info.name} (Vulkan), once.")
-    until = clock() + _SECONDS
+    until = clock() + SECONDS
     for type_ in missing:
         if clock() >= until:
             break
@@ -160,14 +160,14 @@ def _steps(info: VulkanInfo, device: _core.VulkanDevice, type_: GGMLType) -> Ite
     """Yield a function that measures steps of products on an open device."""
     with contextlib.ExitStack() as closing:
         stages = {}
-        for n_rows, n in {(n_rows, n) for n_rows, n, _ in _MEASURED.values()}:
+        for n_rows, n in {(n_rows, n) for n_rows, n, _ in MEASURED.values()}:
             model = products(n, type_, n_rows)
             opened = OpenDevice.of(info, device)
             stages[n_rows] = VulkanStage(*model, opened, BackendOptions(n_pages=1, max_batch=32))
             closing.callback(stages[n_rows].close)
 
         def seconds_of(shapes: ProductShapes, name: str) -> float:
-            n_rows, _, counts = _MEASURED[name]
+            n_rows, _, counts = MEASURED[name]
             stage, seconds = stages[n_rows], 0.0
             stage.take_shapes(DeviceShapes(shapes))
             for n in counts:

@@ -74,11 +74,11 @@ class VulkanKernels:
 
     def __init__(self, device: _core.VulkanDevice, shapes: DeviceShapes | None = None) -> None:
         self.device, self.shapes = device, shapes or DeviceShapes()
-        self._compiled: dict[tuple[object, ...], _core.VulkanKernel] = {}
+        self.compiled: dict[tuple[object, ...], _core.VulkanKernel] = {}
         self.is_native, self.is_fused = device.has_integer_dots and self.allows_native, True
         as_native, self.is_fused = self._probed()
         self.is_native = self.is_native and as_native
-        self._compiled.clear()
+        self.compiled.clear()
 
     def _probed(self) -> tuple[bool, bool]:
         """Return whether half floats and byte dot products are exact, and whether fma() rounds once."""
@@ -101,17 +101,17 @@ class VulkanKernels:
     def get(self, name: str, constants: Sequence[int]) -> _core.VulkanKernel:
         """Return a kernel with these specialisation constants, numbered from 0."""
         key = name, *constants
-        if key not in self._compiled:
+        if key not in self.compiled:
             shape, own = KERNELS[name], _SPIRV.joinpath(f"{name}_native.spv")
             plain = _SPIRV.joinpath(f"{name}.spv")
             code = (own if self.is_native and own.is_file() else plain).read_bytes()
-            self._compiled[key] = self.device.kernel(
+            self.compiled[key] = self.device.kernel(
                 np.frombuffer(code, np.uint8),
                 shape.n_buffers,
                 shape.push_bytes,
                 [*enumerate(constants), (_FUSED, int(self.is_fused))],
             )
-        return self._compiled[key]
+        return self.compiled[key]
 
 
 def shaders_digest() -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from hotset.backends.vulkan.devices import VulkanInfo
 from hotset.formats.quants import GGMLType
 
-_LARGE = 16384  # rows of a matrix that keeps a whole device busy with any number of rows per workgroup
+LARGE = 16384  # rows of a matrix that keeps a whole device busy with any number of rows per workgroup
 TOKENS_OF_FEW = 4  # tokens of a workgroup, for steps of more than one token
 
 
@@ -45,7 +45,7 @@ class ProductShapes:
 
     def of(self, tokens: int, n_rows: int) -> WorkgroupShape:
         """Return the shape for `tokens` tokens at a time and a matrix with n_rows."""
-        if n_rows < _LARGE:
+        if n_rows < LARGE:
             return self.one if tokens == 1 else self.few
         return self.one_large if tokens == 1 else self.few_large
 

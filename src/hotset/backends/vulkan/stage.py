@@ -136,13 +136,13 @@ class VulkanStage(DeviceStage):
                 self._ngrams[op.out] = CpuBackend(weights, Graph([op], graph.values), of_ngrams)
         self.cache: dict[int, CacheOfLayer] = dict(loaded.cache)
         self._allocate_caches()
-        self._worker: CpuWorker | None = worker
+        self.worker: CpuWorker | None = worker
         self._is_served = worker is not None
         self._shared: SharedLayers | None = None
-        self._experts: VulkanExpertCache | None = None
+        self.experts: VulkanExpertCache | None = None
         if worker is not None:
-            self._experts = self._expert_cache(worker, share.expert_slots)
-            self._shared = SharedLayers(self._device, self.graph, share.hot, self._experts, worker)
+            self.experts = self._expert_cache(worker, share.expert_slots)
+            self._shared = SharedLayers(self._device, self.graph, share.hot, self.experts, worker)
         self._parts = VulkanParts(
             self.matrices, self._kernels, self._inputs, self.cache, self._states, self.kv_type,
             self.max_batch, self.n_pages, self._shared,
@@ -188,8 +188,8 @@ class VulkanStage(DeviceStage):
         """Return sentences about the device and split layers, for display."""
         name = f"{self.info.name} (Vulkan {self.info.api})"
         shared = {} if self._shared is None else {"neurons": len(self._shared.neurons)}
-        if self._experts is not None:
-            shared["experts"] = len(self._experts.layers)
+        if self.experts is not None:
+            shared["experts"] = len(self.experts.layers)
         split = [f"{n} layers share their {what} with the CPU" for what, n in shared.items() if n]
         if self.info.is_software:
             return (f"{name} is a software driver: it computes on the CPU, and makes nothing faster", *split)
@@ -211,7 +211,7 @@ class VulkanStage(DeviceStage):
         exchange = 0 if self._shared is None else self._shared.nbytes
         own = {
             "weights": self.matrices.arena.nbytes + adapters,
-            "experts": 0 if self._experts is None else self._experts.nbytes,
+            "experts": 0 if self.experts is None else self.experts.nbytes,
             "kv": self._kv.nbytes,
             "workspace": values + self._inputs.nbytes + exchange,
         }
@@ -240,14 +240,14 @@ class VulkanStage(DeviceStage):
         # Without n_vocab: the chain has checked the tokens.
         slots = cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=None)
         self._cancel.requested = False
-        if self._experts is not None:
-            self._experts.begin_step()
+        if self.experts is not None:
+            self.experts.begin_step()
         self._inputs.fill(batch, slots, rows)
         if scales is not None and self._on_device is not None:
             self._on_device.fill(scales[batch.sequences])
         result = self._in_step(lowered, batch, rows)
-        if self._experts is not None and self._worker is not None:
-            self._experts.learn({layer: self._worker.route(layer) for layer in self._experts.layers})
+        if self.experts is not None and self.worker is not None:
+            self.experts.learn({layer: self.worker.route(layer) for layer in self.experts.layers})
         self.weights.check()
         return result
 
@@ -263,7 +263,7 @@ class VulkanStage(DeviceStage):
 
     def _in_step(self, lowered: RecordedGraph, batch: Batch, rows: Mapping[Value, np.ndarray]) -> np.ndarray:
         """Call _run, within a step of the CPU worker if layers are split."""
-        worker = self._worker
+        worker = self.worker
         with nullcontext() if worker is None else worker.step(len(batch.tokens), batch.thresholded):
             try:
                 return self._run(lowered, batch, rows)
@@ -404,13 +404,13 @@ class VulkanStage(DeviceStage):
 
     def expert_counts(self) -> CacheStats:
         """Return the counts of the layers with an expert cache, as Stage.expert_counts."""
-        return CacheStats() if self._experts is None else self._experts.stats
+        return CacheStats() if self.experts is None else self.experts.stats
 
     def cancel(self) -> None:
         """End the step in flight after the submitted work, at most two layers of a prompt."""
         self._cancel.requested = True
-        if self._worker is not None:
-            self._worker.cancel("it was cancelled")
+        if self.worker is not None:
+            self.worker.cancel("it was cancelled")
 
     def close(self) -> None:
         """Free the memory of the device. Safe to call twice."""
@@ -419,11 +419,11 @@ class VulkanStage(DeviceStage):
             self.opened.stages.remove(self)
         for backend in self._ngrams.values():
             backend.close()
-        if self._worker is not None:
-            self._worker.close()
-        if self._experts is not None:
-            self._experts.close()
-            self._experts = None
+        if self.worker is not None:
+            self.worker.close()
+        if self.experts is not None:
+            self.experts.close()
+            self.experts = None
         self._closed = True
         self._cancel.requested = True
         self.tapped = {}
