@@ -573,7 +573,7 @@ def test_load_checks_its_parameters(path: Path, options: dict[str, Any], message
 
 
 def test_load_refuses_a_context_larger_than_the_memory(path: Path):
-    with pytest.raises(hotset.OutOfMemoryError, match=r"needs a cache of .* GiB"):
+    with pytest.raises(hotset.OutOfMemoryError, match=r"needs a cache of .* TiB"):
         hotset.load(path, device="reference", n_ctx=10**13)
 
 

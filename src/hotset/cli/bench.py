@@ -87,6 +87,10 @@ _StepTokens = Annotated[
 _FORMATS = ("md", "csv", "json", "jsonl")
 _KV_TYPES = some_of(*LOAD_PARAMETERS["kv_type"].choices, listed=LOAD_PARAMETERS["kv_type"].listed)
 _FormatOption = Annotated[str, options.option("--format", "How results are printed.", kind=one_of(*_FORMATS))]
+_Energy = Annotated[
+    bool,
+    typer.Option("--energy", help="Also measure joules per token, if the processor's counters can be read."),
+]
 _SEED = 0
 _N_COUNTED = 32  # generated tokens whose neurons are counted
 
@@ -170,12 +174,7 @@ def bench(
     kv_type: Annotated[str, options.load_option("kv_type", "", usual="", kind=_KV_TYPES)] = "f16",
     file: _TextFile = None,
     step_tokens: _StepTokens = None,
-    energy: Annotated[
-        bool,
-        typer.Option(
-            "--energy", help="Also measure joules per token, if the processor's counters can be read."
-        ),
-    ] = False,
+    energy: _Energy = False,
     format: _FormatOption = "md",
     json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     *,

@@ -230,8 +230,8 @@ def real_server(path: Path, **settings: Any) -> Iterator[str]:
 GREEDY = {"hotset.settings": json.dumps({"temperature": 0, "max_tokens": 24})}
 
 
-def decimal(size: float) -> str:
-    return f"{size / 1024:.1f} KiB"
+def kibibytes(size: float) -> str:
+    return f"{int(size / 102.4 + 0.5) / 10:.1f} KiB"  # rounded as by JavaScript
 
 
 def test_a_sparse_models_activity_is_shown(tmp_path: Path, opened: Any) -> None:
@@ -253,7 +253,7 @@ def test_a_sparse_models_activity_is_shown(tmp_path: Path, opened: Any) -> None:
         mean_kv = sum(kv[1:]) / len(kv[1:])
         read, total = stats.bytes_touched_per_token + mean_kv, stats.bytes_total_per_token + mean_kv
         summary = message(page, "#summary")
-        fired, amount = f"{100 * stats.active_share:.0f}%", f"{read / 1e3:.1f} of {decimal(total)}"
+        fired, amount = f"{100 * stats.active_share:.0f}%", f"{kibibytes(read)[:-4]} of {kibibytes(total)}"
         assert summary.startswith(f"{fired} of neurons fired; {amount} read per token; ")
         assert summary.endswith("tokens per second.")
         # The arrow keys select a cell, whose token, layer, share and bytes are shown.
@@ -267,7 +267,7 @@ def test_a_sparse_models_activity_is_shown(tmp_path: Path, opened: Any) -> None:
                 assert told.startswith(f"Token {i + 1}, “")
                 assert f", layer {layer.layer}" in told
                 assert f"{100 * round(layer.active_share, 4):.1f}% of 96 neurons fired ({n})" in told
-                assert told.endswith(f"{decimal(layer.bytes)} read.") or layer.bytes < 1e3
+                assert told.endswith(f"{kibibytes(layer.bytes)} read.") or layer.bytes < 1024
                 page.keyboard.press("ArrowUp")
             page.keyboard.press("ArrowDown")
             page.keyboard.press("ArrowRight")
@@ -353,7 +353,7 @@ def test_a_dense_model_shows_speed_and_bytes(tmp_path: Path, opened: Any) -> Non
         n = int(re.search(r"(\d+) tokens", page.locator(".note").inner_text())[1])  # type: ignore[index]
         summary = message(page, "#summary")
         assert summary.startswith(
-            f"{decimal(sum(read[: n - 1]) / (n - 1))} read per token, the whole model; "
+            f"{kibibytes(sum(read[: n - 1]) / (n - 1))} read per token, the whole model; "
         )
         assert "tokens per second" in summary
         assert page.locator(".speed").is_visible()

@@ -150,7 +150,7 @@ export class Activity {
     if (this.nDrafted) parts.push([percent(this.nDrafted / this.length), "of tokens were drafted"]);
     if (this.perSecond) parts.push([rate(this.perSecond), "tokens per second"]);
     if (this.perSecond && !this.isSparse) {
-      parts.push([`${size(this.perSecond * this.mean("touched"))}/s`, "from memory"]);
+      parts.push([`${((this.perSecond * this.mean("touched")) / 1e9).toPrecision(3)} GB/s`, "from memory"]);
     }
     return parts;
   }
