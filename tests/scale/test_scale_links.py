@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from threading import Thread
 
 import numpy as np
+import psutil
 import pytest
 import zmq
 from waiting import WATCHDOG, until, within
@@ -28,10 +30,10 @@ MOST = 40 << 20
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A silent stranger is dropped, and a silent neighbour is gone, after a second."""
+    """A silent stranger is dropped after a second, and a silent machine is gone after two."""
     monkeypatch.setitem(links._OPTIONS, zmq.HANDSHAKE_IVL, 1000)
-    monkeypatch.setitem(links._OPTIONS, zmq.HEARTBEAT_IVL, 200)
-    monkeypatch.setitem(links._OPTIONS, zmq.HEARTBEAT_TIMEOUT, 800)
+    for option in (zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_CNT):
+        monkeypatch.setitem(links._OPTIONS, option, 1)
 
 
 @contextmanager
@@ -269,20 +271,41 @@ with Channel((sys.argv[2].encode(), sys.argv[3].encode()), sys.argv[4].encode(),
 """
 
 
-@pytest.mark.parametrize("end", ["kill", "stop"])
-def test_a_neighbour_that_dies_is_noticed(end: str) -> None:
-    """Kill it in mid-step, or stop it, so that it is silent like a machine without power."""
+def test_a_neighbour_that_dies_in_mid_step_is_noticed() -> None:
     with listening() as (far, address):
         given = [address, *(key.decode() for key in (*NEAR, FAR[0]))]
         with subprocess.Popen([sys.executable, "-c", _NEIGHBOUR, *given], stdin=subprocess.PIPE) as process:
             far.wait(WATCHDOG)
             assert far.receive().step == 1
-            os.kill(process.pid, signal.SIGKILL if end == "kill" else signal.SIGSTOP)
-            with pytest.raises(EOFError, match="a neighbour in the line of stages is gone"):
-                within(WATCHDOG, far.receive)
-            with pytest.raises(EOFError, match="a neighbour in the line of stages is gone"):
-                far.send(Message(2, None, None))
             process.kill()
+            check_is_gone(far)
+
+
+def check_is_gone(far: Channel) -> None:
+    with pytest.raises(EOFError, match="a neighbour in the line of stages is gone"):
+        within(WATCHDOG, far.receive)
+    with pytest.raises(EOFError, match="a neighbour in the line of stages is gone"):
+        far.send(Message(2, None, None))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="drops packets by a filter of Linux")
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_silent_machine_is_noticed(in_flight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drop all packets to the neighbour, as if its machine had lost its power."""
+    monkeypatch.setitem(links._OPTIONS, zmq.TCP_MAXRT, 2000)
+    with pair() as (near, far, address):
+        check_both_ways(near, far)
+        port = int(address.rpartition(":")[2])
+        (fd,) = [
+            one.fd for one in psutil.Process().net_connections("tcp4") if one.raddr and one.raddr.port == port
+        ]
+        drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+        with socket.socket(fileno=os.dup(fd)) as tcp:
+            program = struct.pack("HL", 1, ctypes.addressof(drop_all))
+            tcp.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
+        if in_flight:
+            far.send(Message(1, None, np.zeros((1, 3), np.float32)))
+        check_is_gone(far)
 
 
 def test_messages_of_a_neighbour_that_left_arrive_before_its_end() -> None:

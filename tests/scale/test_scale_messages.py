@@ -127,7 +127,7 @@ def test_an_invalid_head_is_refused(found: object) -> None:
 
 
 class Hostile:
-    """Creates a file where it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -30,7 +30,7 @@ Keys = tuple[bytes, bytes]  # public, secret
 START_SECONDS = 120.0  # that a member waits for its neighbours
 ANSWER_SECONDS = 15.0  # for the stage that a member connects to
 _STRANGER_SECONDS = 5.0  # for a new connection to prove its key; less than ANSWER_SECONDS
-_GONE_SECONDS = 10.0  # after which a silent machine counts as gone
+_GONE_SECONDS = 10  # after which a silent machine counts as gone
 _CHUNK = 1 << 20  # most bytes of a ZeroMQ message: one chunk is encrypted while another one is sent
 _DOMAIN = "hotset"
 _OPTIONS = {
@@ -41,8 +41,12 @@ _OPTIONS = {
     zmq.IMMEDIATE: 1,  # writable means that the neighbour is there and has proved its key
     zmq.RECONNECT_IVL: -1,  # a connection that broke ends the line
     zmq.HANDSHAKE_IVL: int(1000 * _STRANGER_SECONDS),
-    zmq.HEARTBEAT_IVL: int(200 * _GONE_SECONDS),
-    zmq.HEARTBEAT_TIMEOUT: int(800 * _GONE_SECONDS),
+    # The kernel notices a silent machine. Heartbeats of ZeroMQ would miss processes that get no CPU time.
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: _GONE_SECONDS // 2,
+    zmq.TCP_KEEPALIVE_INTVL: 1,
+    zmq.TCP_KEEPALIVE_CNT: _GONE_SECONDS // 2,
+    zmq.TCP_MAXRT: 1000 * _GONE_SECONDS,  # for sent data without an acknowledgement
 }
 
 
@@ -153,7 +157,7 @@ class Channel:
             if not self._events() & zmq.POLLIN:
                 self._changes.poll()
                 continue
-            with suppress(zmq.Again):  # libzmq calls a socket readable after its first heartbeat, too
+            with suppress(zmq.Again):  # libzmq calls a socket readable before it checks the first message
                 return receive(*args, flags=zmq.NOBLOCK)
 
     def _events(self) -> int:

@@ -85,7 +85,7 @@ class Header:
 
     @staticmethod
     def decode(data: bytes) -> Header:
-        """Raises ValueError, TypeError or KeyError for data that is no head."""
+        """Return the decoded head. Raises ValueError, TypeError or KeyError for invalid data."""
         head = Header(**json.loads(data))
         for _, dtype, shape in head.arrays:
             if dtype not in _DTYPES or any(n < 0 for n in shape):
