@@ -321,8 +321,9 @@ def test_an_exported_conversation_contains_its_calls(server: FakeServer, page: A
     assert len(server.tool_calls) == 1
 
 
-def test_the_user_types_a_functions_result(server: FakeServer, page: Any) -> None:
+def test_the_user_types_a_functions_result(server: FakeServer, opened: Any) -> None:
     server.replies += [[tool_call("get_weather", '{"place": "Rome"}')], ["Sunny in Rome."]]
+    page = opened(server.url)
     page.click("#show-tools")
     area = page.get_by_role("textbox", name="A function as JSON")
     add = page.get_by_role("button", name="Add", exact=True)
