@@ -30,7 +30,7 @@ MOST = 40 << 20
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A silent stranger is dropped after a second, and a silent machine is gone after two."""
+    """Drop a silent stranger after a second, and count a silent machine as gone after two."""
     monkeypatch.setitem(links._OPTIONS, zmq.HANDSHAKE_IVL, 1000)
     for option in (zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_CNT):
         monkeypatch.setitem(links._OPTIONS, option, 1)
@@ -98,7 +98,7 @@ def test_an_altered_message_is_not_delivered() -> None:
 
 @contextmanager
 def relay(address: str, seen: bytearray, alter_after: int | None = None) -> Iterator[str]:
-    """The address of someone between two neighbours, who reads and may change a byte."""
+    """Yield the address of a relay between two neighbours, which reads and may change a byte."""
     port = int(address.rpartition(":")[2])
     with socket.create_server((HOST, 0)) as server, socket.create_connection((HOST, port)) as far:
 
@@ -126,7 +126,7 @@ def relay(address: str, seen: bytearray, alter_after: int | None = None) -> Iter
 
 
 def raw(keys: Keys | None, server: bytes = FAR[0], sends: bytes = b"x") -> Callable[[str], zmq.Socket]:
-    """A ZeroMQ client that sends at once, with these keys or in the clear."""
+    """Return a ZeroMQ client that sends at once, with these keys or in the clear."""
 
     def connected(address: str) -> zmq.Socket:
         tcp = zmq.Context.instance().socket(zmq.PAIR)
@@ -142,7 +142,7 @@ def raw(keys: Keys | None, server: bytes = FAR[0], sends: bytes = b"x") -> Calla
 
 
 def says(data: bytes) -> Callable[[str], socket.socket]:
-    """A TCP client that sends this."""
+    """Return a TCP client that sends this."""
 
     def connected(address: str) -> socket.socket:
         tcp = socket.create_connection((HOST, int(address.rpartition(":")[2])))
@@ -224,7 +224,7 @@ def test_without_an_authenticator_nobody_is_admitted() -> None:
 
 @contextmanager
 def member() -> Iterator[tuple[Channel, zmq.Socket]]:
-    """A channel, and a neighbour with the right keys that can send anything."""
+    """Yield a channel, and a neighbour with the right keys that can send anything."""
     with listening() as (far, address), raw(NEAR)(address) as tcp:
         far.wait(WATCHDOG)
         with pytest.raises(LinkError, match="a message of a neighbour is invalid"):

@@ -104,8 +104,6 @@ _FIELDS = (ParameterFields.__doc__ or "").partition("\n\n")[2]
 _NUMBERS = [one for one in PARAMETERS.values() if one.kind is not None]
 
 
-
-
 @dataclass(frozen=True)
 class SamplingParams(ParameterFields):
     __doc__ = f"""How tokens are chosen and when to stop. The defaults are llama.cpp's.

@@ -45,8 +45,11 @@ Passed = np.ndarray | Failed  # the result of a stage for a piece: rows, float32
 
 @dataclass(frozen=True)
 class Message:
-    """A message of a stage. Between stages: a piece of a step, with the previous stage's result (None for the
-    first stage). From the last stage: batch is None, and rows are logits."""
+    """A message of a stage.
+
+    Between stages: a piece of a step, with the previous stage's result (None for the first stage). From the
+    last stage: batch is None, and rows are logits.
+    """
 
     step: int
     batch: Batch | None

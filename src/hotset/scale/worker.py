@@ -37,8 +37,10 @@ log = logging.getLogger("hotset.scale")
 
 @dataclass(frozen=True)
 class Noted:
-    """The report of a stage on a step, in addition to rows: taps, and if wanted the counts of neurons
-    and seconds by layer (backends/stage.py)."""
+    """The report of a stage on a step, in addition to rows.
+
+    It has taps, and if wanted the counts of neurons and the seconds by layer (backends/stage.py).
+    """
 
     tapped: dict[str, np.ndarray]
     counts: np.ndarray | None
@@ -128,8 +130,10 @@ class StageWorker:
             self._enters.close()
 
     def link(self, following: str, key: bytes) -> str | None:
-        """Connect to the next member, which listens there and has this public key. Start to compute arriving
-        pieces. Return an error message, or None."""
+        """Connect to the next member, which listens there and has this public key.
+
+        Start to compute arriving pieces. Return an error message, or None.
+        """
         assert self._enters is not None, "a stage listens before it is linked"
         leaves = Channel(self._keys, key, most=0)
         try:
@@ -142,8 +146,10 @@ class StageWorker:
         return None
 
     def _pass_on(self, enters: Channel, leaves: Channel, problems: list[str]) -> None:
-        """Compute pieces until a neighbour is gone or sends an invalid message. Then close both connections,
-        which ends the whole line."""
+        """Compute pieces until a neighbour is gone or sends an invalid message.
+
+        Then close both connections, which ends the whole line.
+        """
         with enters, leaves, suppress(*LOST):
             try:
                 enters.wait(START_SECONDS)
@@ -205,8 +211,10 @@ class Gauge:
         return float(psutil.virtual_memory().available), cpu_rate(n_threads or usable_cores())
 
     def echo(self, host: str, key: bytes, width: int) -> tuple[str, bytes]:
-        """Return an address that sends back each row, float32 [1, width], to measure a hop, and its public
-        key. key: of the member that connects."""
+        """Return an address that sends back each row, and its public key, to measure a hop.
+
+        A row is float32 [1, width]. key: of the member that connects.
+        """
         keys = new_keys()
         channel = Channel(keys, key, 4 * width)
         address = channel.listen(host)
