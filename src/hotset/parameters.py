@@ -153,7 +153,7 @@ def _float(value: Any) -> float:
     try:
         return float(value)
     except OverflowError:  # an int
-        return math.copysign(math.inf, value.__trunc__())
+        return math.inf if value > 0 else -math.inf
 
 
 _CHECKS: Mapping[Any, Callable[[str, Any], Any]] = {bool: flag, str: text, Path: path}

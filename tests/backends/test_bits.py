@@ -195,7 +195,7 @@ def logits_in(way: Way, path: Path, **settings: Any) -> np.ndarray:
     ids = np.random.default_rng(0).integers(0, tiny_models.VOCABULARY, N_TOKENS).tolist()
     with (  # the budget excludes the program itself, in which these models would fit many times
         mock.patch.object(ram, "own_memory", return_value=0),
-        mock.patch.object(ram, "_PROGRAM", 0),
+        mock.patch.object(ram, "PROGRAM", 0),
         mock.patch.object(channel_rates, "of_cpu", rates_of_channels),
     ):
         if way.tight:

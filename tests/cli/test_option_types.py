@@ -109,8 +109,7 @@ def test_a_duration_has_one_meaning(text: str, duration: float) -> None:
     ],
 )
 def test_a_wrong_value_names_option_and_form(words: tuple[str, ...], message: str) -> None:
-    done = inside(*words)
-    assert done.returncode == 2
+    done = inside(*words, returns=2)
     assert message in " ".join(done.stderr.replace("│", " ").split())
 
 

@@ -91,7 +91,8 @@ Models = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="MODEL",
-        help="Paths, names, or a folder; default: every model of the store, loaded when requests name it.",
+        help="Paths, names, or a folder of models. Without one: all models of the store, each loaded when a "
+        "request names it.",
         autocompletion=_model_names,
     ),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,8 +24,10 @@ from hotset.cores import usable_cores
 from hotset.errors import HotsetError, InvalidRequestError, install_command
 from hotset.files import check_folder, check_target
 from hotset.formats.gguf import open_gguf
+from hotset.formats.recommended import KEYS
 from hotset.loader.build import open_model
 from hotset.report.bars import percent
+from hotset.sampling_parameters import PARAMETERS
 from hotset.settings import LoadSettings
 from hotset.storage import resolve
 from hotset.training import generate as writing
@@ -178,6 +181,15 @@ def sparsify(
         str,
         options.option("--type", "Type of the matrices that change.", kind=one_of(*MERGED_TYPES)),
     ] = "q8_0",
+    sampling: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sampling",
+            metavar="NAME=VALUE",
+            help="Sampling parameter that the file recommends; repeatable.",
+            show_default="repetition_penalty=1.1",
+        ),
+    ] = None,
     *,
     training: AdapterOptions,
     texts: TextOptions,
@@ -197,6 +209,7 @@ def sparsify(
 ) -> None:
     """Turn a SiLU model into a ReLU one by distillation, or merge adapters that did."""
     check_target(target)
+    recommends = _sampling(sampling or ["repetition_penalty=1.1"])
     folder = work or target.with_suffix(".sparsify")
     check_folder(folder)
     last: Evaluation | None = None
@@ -210,7 +223,7 @@ def sparsify(
             last = _train(run, eval_every, save_every, show=is_first)
             adapters = folder / "adapters.safetensors"
         if is_first:
-            _merge(path, adapters, target, type)
+            _merge(path, adapters, target, type, recommends)
             if json:
                 print_json(
                     {
@@ -414,7 +427,26 @@ def _train(run: Training, eval_every: int, save_every: int, *, show: bool) -> Ev
     return last[-1] if last else None
 
 
-def _merge(path: Path, adapters: Path, target: Path, type: str) -> None:
+def _merge(
+    path: Path, adapters: Path, target: Path, type: str, sampling: Mapping[str, Any] | None = None
+) -> None:
     opened = TrainedAdapters.open(adapters)
     with open_gguf(path) as gguf, ProgressBar() as bar:
-        merge(gguf, opened, target, MERGED_TYPES[type], bar)
+        merge(gguf, opened, target, MERGED_TYPES[type], bar, sampling)
+
+
+def _sampling(texts: Sequence[str]) -> dict[str, Any]:
+    """Return the parameters of NAME=VALUE. Raises BadParameter."""
+    found = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in KEYS.values():
+            known = ", ".join(sorted(KEYS.values()))
+            raise typer.BadParameter(f"'{name}' must be one of {known}.", param_hint="--sampling")
+        try:
+            found[name] = PARAMETERS[name].checked(float(value) if "." in value else int(value))
+        except ValueError:  # InvalidRequestError is one
+            raise typer.BadParameter(
+                f"'{value}' is not a value of {name}.", param_hint="--sampling"
+            ) from None
+    return found

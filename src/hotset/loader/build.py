@@ -31,6 +31,7 @@ from hotset.errors import (
 from hotset.escaping import clause
 from hotset.formats.channels import COPY_SUFFIX
 from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.recommended import recommended
 from hotset.formats.source import WeightSource
 from hotset.loader.decide import (
     NOTHING_RESERVED,
@@ -116,7 +117,10 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
         template = made.template if template is None else replaced_template(made, template)
     if template:
         gguf.metadata["tokenizer.chat_template"] = template
-    return Opened(settings, gguf, config, devices, {} if made is None else made.sampling)
+    sampling, problems = recommended(gguf)
+    for problem in problems:
+        _warn(problem)
+    return Opened(settings, gguf, config, devices, sampling | ({} if made is None else dict(made.sampling)))
 
 
 def _with_created(settings: LoadSettings, made: Created) -> LoadSettings:

@@ -384,7 +384,7 @@ class _Decoder(GraphBuilder):
                 layer.attention_scale, layer.window, layer.attention_softcap,
                 self.weights.vector(f"{blk}.attn_sinks", config.n_head) if layer.sinks else None,
                 layer.source, config.slopes, config.causal, self.first_seen,
-                key_bias=self._key_bias(i if layer.source is None else layer.source), **self.where,
+                key_bias=self._key_bias(i, layer), **self.where,
             )
         )  # fmt: skip
         if gate is not None:
@@ -541,9 +541,10 @@ class _Decoder(GraphBuilder):
 
     # ---- pieces of attention
 
-    def _key_bias(self, i: int) -> KeyBias | None:
-        """Return the bias of the keys that layer i stores, or None if a norm changes it."""
-        layer = self.config.layers[i]
+    def _key_bias(self, i: int, layer: LayerConfig) -> KeyBias | None:
+        """Return the bias of the keys that layer i attends to, or None if a norm changes it."""
+        if layer.source is not None:
+            return self._key_bias(layer.source, self.config.layers[layer.source])
         if layer.qk_norm:
             return None
         _, dim, _ = self._head_sizes(layer)

@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from hotset.errors import FormatError, InvalidRequestError
 from hotset.files import check_target, write_whole
 from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, ValueType
 from hotset.formats.quants import GGMLType, dequantize, fitting
+from hotset.formats.recommended import recommend, recommended
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 
@@ -182,9 +183,11 @@ def merge(
     path: str | os.PathLike[str],
     type: GGMLType = GGMLType.Q8_0,
     progress: Reporter | None = None,
+    sampling: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the model of `gguf` merged with the adapters. type: of the changed matrices.
 
+    sampling: recommended parameters, in addition to those of `gguf` (formats/recommended.py).
     A matrix whose rows are not a multiple of the type's block size becomes F16. Raises InvalidRequestError if
     the adapters belong to other weights, and leaves no file on any error.
     """
@@ -205,11 +208,15 @@ def merge(
         "general.architecture", "general.alignment", "general.file_type", "hotset.up_activation",
         "hotset.fatrelu_threshold", f"{architecture}.hidden_activation",
     }  # fmt: skip
+    params = recommended(gguf)[0] | dict(sampling or {})
     for key, value in gguf.metadata.items():
+        if key.startswith("general.sampling."):
+            continue
         if key not in own and not key.startswith("split."):
             writer.add(key, value, ValueType(gguf.metadata_types[key][-1]))
     writer.add("general.file_type", _FILE_TYPES[type])
     writer.add(f"{architecture}.hidden_activation", adapters.activation)
+    recommend(writer, params)
 
     for name, info in gguf.tensors.items():
         stem, _, kind = name.rpartition(".")

@@ -326,7 +326,7 @@ def test_attention_equals_the_reference(
     batch = Batch(none, positions.numpy(), sequences.numpy(), cache.tables, none[:0])
     oracle.n_vocab = 1
     slots = oracle._slots(batch)
-    oracle._store(op, {1: k, 2: v}, [seen[-1] for seen in slots])
+    oracle._store(op, {1: k, 2: v}, batch, [seen[-1] for seen in slots])
     expected = oracle._attend(op, q, batch, slots)
     tables = torch.from_numpy(cache.tables)
     t = torch.from_numpy

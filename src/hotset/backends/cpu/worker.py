@@ -225,7 +225,7 @@ def _shared_ffns(graph: Graph, layers: Mapping[int, np.ndarray], experts: Collec
     for layer in sorted(experts):
         if layer not in mixed:
             raise UnsupportedModelError(
-                f"the experts of layer {layer} have their own predictors, so only the CPU computes them; "
+                f"the experts of layer {layer} have their own predictors and are computed on the CPU; "
                 "use device='cpu'"
             )
     return {i: split[i] for i in layers} | {i: mixed[i] for i in experts}
