@@ -487,9 +487,9 @@ def test_perplexity_checks_its_parameters(model: hotset.Model, options: dict[str
         model.perplexity(**{"text": "x" * 999, "n_ctx": 64, **options})
 
 
-@pytest.mark.parametrize("budget", ["8", True, math.nan, math.inf, -2, [1]], ids=str)
+@pytest.mark.parametrize("budget", ["8X", True, math.nan, math.inf, -2, [1]], ids=str)
 def test_invalid_memory_budget_gives_one_message(path: Path, budget: Any):
-    with pytest.raises(hotset.InvalidRequestError, match="a memory budget is a number of GiB above 0"):
+    with pytest.raises(hotset.InvalidRequestError, match="must be a number of GiB above 0"):
         hotset.load(path, device="simulated", vram_budget=budget)
 
 
@@ -561,7 +561,7 @@ def test_the_context_chooses_the_rotation(tmp_path: Path, device: str) -> None:
         ({"max_batch": True}, "max_batch must be a whole number"),
         ({"n_seqs": 0}, "n_seqs must be at least 1, not 0"),
         ({"max_sequences": "4"}, "max_sequences must be a whole number"),
-        ({"kv_type": "q4_1"}, "kv_type must be f16, q8_0, q4_0, or two of them as KEYS/VALUES, not 'q4_1'"),
+        ({"kv_type": "q4_1"}, "kv_type must be one of f16, q8_0, q4_0, f16/q8_0, .*, not 'q4_1'"),
         ({"device": "gpu"}, "the device 'gpu' is not known; it is one of auto, cpu, "),
         ({"activation": "tanh"}, "activation 'tanh' is unknown"),
     ],

@@ -82,7 +82,7 @@ def test_every_predictor_can_be_requested(published: Path, backend: Any):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sparsity": "half"}, "the sparsity mode 'half' is unknown"),
+        ({"sparsity": "half"}, "sparsity must be one of dense, exact, predicted, threshold, not 'half'"),
         ({"predictor": "oracle"}, "the predictor 'oracle' is unknown"),
         ({"predictor": "mlp"}, "must be in the file"),
         ({"sparsity": "exact", "predictor": "svd"}, "`predictor` requires sparsity='predicted'"),

@@ -164,7 +164,7 @@ def without_memory(
     rows: np.ndarray | None = None, arena: object = None,
 ) -> DeviceMatrix:  # fmt: skip
     """Do the same as from_bytes, without reading any byte."""
-    row = matrix._taken_apart(np.zeros((1, row_bytes(type, n_cols)), np.uint8), type)
+    row = matrix.taken_apart(np.zeros((1, row_bytes(type, n_cols)), np.uint8), type)
     n = n_rows if rows is None else len(rows)
     parts = {name: torch.empty((n, p.shape[1]), dtype=p.dtype, device=device) for name, p in row.items()}
     return DeviceMatrix(type, n, n_cols, **parts)

@@ -210,7 +210,7 @@ def test_sizes_of_the_directory(given: Any, gib: float) -> None:
 
 @pytest.mark.parametrize("given", [0, -1, "", "G", "20X", "1e9", None, True, "0G", float("nan")])
 def test_invalid_sizes(given: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="cache_disk is GiB above 0"):
+    with pytest.raises(InvalidRequestError, match="cache_disk must be a number of GiB above 0"):
         LoadSettings(cache_disk=given)
 
 

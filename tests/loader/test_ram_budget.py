@@ -82,7 +82,7 @@ def test_a_budget_that_is_too_small_names_the_smallest(model: Path) -> None:
 
 def test_budget_excludes_other_settings(model: Path) -> None:
     for wrong in (0, -1, float("nan"), "much"):
-        with pytest.raises(InvalidRequestError, match="ram_budget is a number of GiB above 0"):
+        with pytest.raises(InvalidRequestError, match="ram_budget must be a number of GiB above 0"):
             LoadSettings(ram_budget=wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="device='reference' cannot be combined with ram_budget"):
         LoadSettings(ram_budget=1, device="reference")

@@ -159,7 +159,7 @@ def test_a_process_that_closes_nothing_ends_in_silence(tmp_path: Path) -> None:
     program = f"""
 import hotset
 from hotset.placement import ram
-ram.own_memory, ram._PROGRAM = (lambda: 0), 0
+ram.own_memory, ram.PROGRAM = (lambda: 0), 0
 for budget in range(1, 100):
     try:
         model = hotset.load({str(tmp_path / "dense.gguf")!r}, n_ctx=64, max_batch=4, ram_budget=budget / 2048)

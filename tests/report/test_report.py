@@ -341,7 +341,7 @@ def test_undrawable_data_gives_one_message(plain: Path, text: Path, tmp_path: Pa
         (("report", plain, "--profile", plain), 1, "is not an activation profile"),
         (("report", plain, "-f", tmp_path / "empty.txt"), 1, "is empty"),
         (("report", plain, "-f", text, "-o", "model.gguf"), 2, "must end with .html"),
-        (("report", plain, "-f", text, "--images", "jpg"), 2, "jpg must be png or svg"),
+        (("report", plain, "-f", text, "--images", "jpg"), 2, "must be one of png, svg, not 'jpg'"),
     ]  # fmt: skip
     for arguments, code, fragment in mistakes:
         done = inside(*arguments, returns=code)

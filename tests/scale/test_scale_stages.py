@@ -63,7 +63,7 @@ def test_stages_are_hosts_and_their_layers():
     assert parse_splits("a:1,b:2", 3) == [Split("a", 1), Split("b", 2)]
     assert parse_splits(" [::1]:3 ", 3) == [Split("[::1]", 3)]
     for wrong in ("", "a", "a:", ":3", "a:0", "a:x", "a:1,", "a:-1,b:4", "a:4", "a:" + "9" * 40):
-        with pytest.raises(InvalidRequestError, match="is no stage: each is HOST:LAYERS"):
+        with pytest.raises(InvalidRequestError, match="is not a stage: write HOST:LAYERS"):
             parse_splits(wrong, 3)
     with pytest.raises(InvalidRequestError, match="have 2 layers together, and the model has 3"):
         parse_splits("a:1,b:1", 3)

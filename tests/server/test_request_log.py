@@ -179,7 +179,7 @@ async def test_a_log_that_cannot_be_written_is_refused(path: Path, tmp_path: Pat
         with pytest.raises(hotset.InvalidRequestError):
             async with client_of(path, request_log=str(bad)):
                 pytest.fail("it began")
-    with pytest.raises(hotset.InvalidRequestError, match="json or text"):
+    with pytest.raises(hotset.InvalidRequestError, match="must be one of json, text, short"):
         ServerSettings(log_form="xml")
 
 

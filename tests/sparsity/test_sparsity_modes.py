@@ -85,7 +85,7 @@ def test_a_user_can_ask_for_any_mode_that_the_model_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (("sparse",), "'sparse' is unknown; it must be one of dense, exact, predicted"),
+        (("sparse",), "must be one of dense, exact, predicted, threshold, not 'sparse'"),
         (("exact",), "silu, which has no zeros"),
         (("predicted",), "silu, which has no zeros"),
         ((None, "svd"), "silu, which has no zeros"),

@@ -461,10 +461,10 @@ class ScaleOptions:
             return load(loaded_by(model, path), settings, progress=progress)
         from hotset.scale.cluster import check_installed
 
+        check_not_created(model, "--stages")
         check_installed("zmq")
         from hotset.scale.stages import load_staged
 
-        check_not_created(model, "--stages")
         return load_staged(name_everywhere(model, path), settings, self.stages, self.ray)
 
 

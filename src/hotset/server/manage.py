@@ -30,7 +30,7 @@ from hotset.server.models import Models
 from hotset.server.openai.models import entry
 from hotset.server.pulls import Pulls
 from hotset.server.replies import JsonReply, dumped, event
-from hotset.server.rows import Body, Flag, Integer
+from hotset.server.rows import Body, Flag, integer
 from hotset.server.shapes import JSON_LINES
 from hotset.server.streams import HOLDER, file_of, host_of, limited_holder, listed, while_connected
 from hotset.storage import aliases, created, store
@@ -131,7 +131,7 @@ class ModelBody(Body):
 class LoadModelBody(ModelBody):
     """A model to load. n_ctx: tokens of the context; by default the context of the settings."""
 
-    n_ctx: Annotated[Integer, Field(ge=LOAD_PARAMETERS["n_ctx"].low, le=1 << 30)] | None = None
+    n_ctx: integer(LOAD_PARAMETERS["n_ctx"].low, 1 << 30) | None = None  # type: ignore[valid-type]
 
 
 class OllamaModelBody(Body):

@@ -19,7 +19,7 @@ from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.fields import FREE
 from hotset.server.openai.embeddings import MAX_TEXTS
-from hotset.server.rows import Body, Flag, Integer, having
+from hotset.server.rows import Body, Flag, having, integer
 from hotset.server.shapes import errors
 from hotset.server.streams import embedded, serving
 
@@ -43,7 +43,7 @@ class DocumentsBody(Body):
     model: str | None = None
     query: _Text
     documents: Annotated[list[_Text | TextDocument], Field(min_length=1, max_length=MAX_TEXTS)]
-    top_n: Annotated[Integer, Field(ge=1)] | None = None
+    top_n: integer(1) | None = None  # type: ignore[valid-type]
 
     def texts(self) -> list[str]:
         return [one if isinstance(one, str) else one.text for one in self.documents]
@@ -54,7 +54,7 @@ class RerankBody(DocumentsBody):
 
 
 class CohereRerankBody(DocumentsBody):
-    max_tokens_per_doc: Annotated[Integer, Field(ge=1)] | None = None
+    max_tokens_per_doc: integer(1) | None = None  # type: ignore[valid-type]
 
 
 @router.post("/v1/rerank", responses={200: {"model": shapes.RerankReply}})

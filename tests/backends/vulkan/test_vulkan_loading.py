@@ -165,8 +165,7 @@ def test_without_a_driver(tmp_path: Path) -> None:
         "VK_ICD_FILENAMES": str(tmp_path / "none.json"),
         "VK_DRIVER_FILES": str(tmp_path / "none.json"),
     }
-    done = hotset_command("run", "-m", str(path), "Hello", "--device", "vulkan", env=environment)
-    assert done.returncode == 1
+    done = hotset_command("run", "-m", str(path), "Hello", "--device", "vulkan", env=environment, returns=1)
     assert "Vulkan" in done.stderr
     assert "Traceback" not in done.stderr
     found = json.loads(hotset_command("doctor", "--json", env=environment).stdout)["vulkan"]

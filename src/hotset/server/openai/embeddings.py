@@ -6,11 +6,10 @@ dimensions: keep only the first values of each vector, and scale it to length 1 
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
 
 from hotset.api import Model
 from hotset.engine.embedding import TextVectors
@@ -18,7 +17,7 @@ from hotset.engine.sequence import Owner
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.fields import FREE
-from hotset.server.rows import Body, Integer, having
+from hotset.server.rows import Body, having, integer
 from hotset.server.shapes import Embedding, EmbeddingsReply, EmbeddingsUsage
 from hotset.server.streams import embedded, serving
 
@@ -33,7 +32,7 @@ class EmbeddingsBody(Body):
     input: str | list[str] | list[int] | list[list[int]]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[Integer, Field(ge=1)] | None = None
+    dimensions: integer(1) | None = None  # type: ignore[valid-type]
 
     def texts(self) -> list[str | list[int]]:
         """Return the inputs, at least one. Raises RequestError if there are none, or too many."""

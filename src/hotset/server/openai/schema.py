@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, StrictBool
 
 from hotset.server.answers import Usage
 from hotset.server.fields import AnswerFields
 from hotset.server.rows import Body, Flag, Row, having, integer
 from hotset.server.shapes import AnswerDetails, OpenAIUsage, PromptDetails
 
-Logprobs = Flag | integer(0, 20)
+Logprobs = Annotated[StrictBool | integer(0, 20) | Flag, Field(union_mode="left_to_right")]
 """True for the logprobs of chosen tokens only, or the number of likely tokens that have them, too."""
 
 
