@@ -153,7 +153,7 @@ def _float(value: Any) -> float:
     try:
         return float(value)
     except OverflowError:  # an int
-        return math.inf if value > 0 else -math.inf
+        return math.inf if value.__trunc__() > 0 else -math.inf  # type: ignore[operator]
 
 
 _CHECKS: Mapping[Any, Callable[[str, Any], Any]] = {bool: flag, str: text, Path: path}

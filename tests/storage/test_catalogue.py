@@ -48,7 +48,7 @@ def test_needs_follow_from_the_size() -> None:
     for entry in LISTED:
         if entry.size:
             n = int(entry.needs.split()[0])
-            assert store.fits(entry.size, n * 10**9), entry.name
+            assert store.fits(entry.size, n * 2**30), entry.name
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hotset.server.fields import AnswerFields
 from hotset.server.rows import Body, Flag, Row, having, integer
 from hotset.server.shapes import AnswerDetails, OpenAIUsage, PromptDetails
 
-Logprobs = Annotated[StrictBool | integer(0, 20) | Flag, Field(union_mode="left_to_right")]
+Logprobs = Annotated[StrictBool | integer(0, 20) | Flag, Field(union_mode="left_to_right")]  # type: ignore[valid-type]
 """True for the logprobs of chosen tokens only, or the number of likely tokens that have them, too."""
 
 
