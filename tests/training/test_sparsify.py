@@ -836,7 +836,6 @@ class TestCommand:
         [
             ((), "no text to train on"),
             (("--lora", 0, "--text", "TEXT"), "--lora must be at least 1"),
-            (("--activation", "gelu", "--text", "TEXT"), "must be one of relu, drelu"),
             (("--on-policy", 100), "--from-adapters"),
             (("--text", "TEXT", "--idle", 2), "--idle"),
             (("--adapters", "missing.safetensors"), "does not exist; train some"),
