@@ -468,7 +468,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from sparse_runs import write
-from worker_runs import ask, inputs, service
+from worker_runs import ask, cpu_worker, inputs
 
 # Each case has a process of its own, and what it takes to import torch is paid once.
 for how in ("exit", "close", "step", "in-step"):
@@ -481,7 +481,7 @@ else:
     sys.exit()
 folder = Path(sys.argv[2]) / how
 folder.mkdir()
-cold = service(write(folder, "llama"), "exact", n_threads=4)
+cold = cpu_worker(write(folder, "llama"), "exact", n_threads=4)
 before = ask(cold, 0, inputs(2))
 if how == "in-step":
     cold.begin_step(2)
