@@ -662,7 +662,7 @@ def rotate(x: np.ndarray, positions: np.ndarray, op: Rotate) -> np.ndarray:
 
 def joined(op: Heads, x: np.ndarray, shared: np.ndarray | None) -> np.ndarray:
     """Join channels of each head of x [n_tokens, x.width] with shared ones [n_tokens, shared.width]."""
-    parts = [x.reshape(len(x), op.n_head, -1)[:, :, op.first : op.first + op.count]]
+    parts = [x.reshape(len(x), op.n_head, op.x.width // op.n_head)[:, :, op.first : op.first + op.count]]
     if shared is not None:
         parts.append(np.repeat(shared[:, None], op.n_head, axis=1))
     return np.concatenate(parts, axis=2).reshape(len(x), op.out.width)
@@ -841,7 +841,7 @@ def hyper_connection(op: HyperConnection, x: np.ndarray, scale: np.ndarray, base
 
 def match_magnitude(x: np.ndarray, like: np.ndarray, least: float) -> np.ndarray:
     """Compute operations.MatchMagnitude for x [n, parts * width] and like [n, width]."""
-    parts = x.reshape(len(x), -1, like.shape[1])
+    parts = x.reshape(len(x), x.shape[1] // like.shape[1], like.shape[1])
     wanted = np.sqrt((like * like).mean(axis=1))[:, None, None]
     found = np.sqrt(np.maximum((parts * parts).mean(axis=2, keepdims=True), F32(least)))
     return np.asarray(parts * (wanted / found)).reshape(x.shape)
