@@ -15,6 +15,8 @@ import sys
 from typing import Any
 
 FORMATS = ("openai-chat", "anthropic", "open-responses")
+# A request without a model is invalid for these checks. A server of one model answers it.
+ACCEPTED = ("chat-error-handling", "error-handling")
 COMMAND = [sys.argv[1], "-u", os.environ["BASE_URL"], "-k", os.environ["API_KEY"], "-m", os.environ["MODEL"]]
 COMMAND += ["-H", "anthropic-version:2023-06-01", "--timeout", "300", "--json"]
 
@@ -32,7 +34,11 @@ for form in FORMATS:
     left: list[str] = []
     for _ in range(3):
         found |= results(form, left)
-        left = [id for id, one in found.items() if one["status"] == "failed" and "image-input" not in id]
+        left = [
+            id
+            for id, one in found.items()
+            if one["status"] == "failed" and "image-input" not in id and id not in ACCEPTED
+        ]
         if not left:
             break
     failed += [found[id] for id in left]

@@ -85,7 +85,7 @@ def test_devices_of_a_deleted_backend_are_refused(tmp_path: Path, backend: str) 
 def test_the_rest_works_without_a_backend(tmp_path: Path, backend: str) -> None:
     copy = copy_without(backend, tmp_path)
     tests = [str(TESTS / name) for name in (*COMMON, OTHERS[backend])]
-    given = ("-q", "-p", "of_copy", "-p", "no:cacheprovider", "-k", "not folders_of_tests")
+    given = ("-q", "-p", "of_copy", "-p", "no:cacheprovider", "-k", "not folders_mirror_the_package")
     done = in_copy(copy, "-m", "pytest", *given, *tests)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "[100%]" in done.stdout

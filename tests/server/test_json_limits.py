@@ -295,3 +295,9 @@ def test_a_long_text_is_written_in_parts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(replies, "dumped", noting)
     assert JsonReply({"content": text, "n": [1]}).body == dumped({"content": text, "n": [1]})
     assert longest < len(text) / 4
+
+
+@pytest.mark.parametrize("pairs", [[[{"a": 1}, []]], [[5]], [[[5], 1]], [[5, None]]], ids=str)
+def test_pairs_of_a_bias_are_a_token_and_a_number(pairs: list[Any]) -> None:
+    with pytest.raises(ValidationError, match="a token and a number, or false"):
+        CompletionBody.model_validate({"prompt": "x", "logit_bias": pairs})

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from hotset.backends.adapters import MOST_ADAPTERS
 from hotset.engine.sampler import SamplingParams
@@ -68,6 +68,13 @@ def _biases(value: dict[str, Any] | list[list[Any]]) -> dict[Any, float]:
     return {token: -float("inf") if bias is False else bias for token, bias in pairs}
 
 
+def _pair(pair: list[Any]) -> list[Any]:
+    """Return a pair of llama-server's logit_bias. Raises ValueError for anything else."""
+    if len(pair) != 2 or not all(isinstance(one, int | float | str) for one in pair):
+        raise ValueError("a pair must have a token and a number, or false")
+    return pair
+
+
 def _one_of(texts: list[str]) -> str:
     """Return a regular expression of these texts."""
     return "|".join(re.escape(text) for text in texts)
@@ -75,7 +82,7 @@ def _one_of(texts: list[str]) -> str:
 
 _Biases = (
     Annotated[dict[str, Number | Literal[False]], at_most(MAX_BIASES)]
-    | Annotated[list[Annotated[list[Any], Field(min_length=2, max_length=2)]], Field(max_length=MAX_BIASES)]
+    | Annotated[list[Annotated[list[Any], AfterValidator(_pair)]], Field(max_length=MAX_BIASES)]
 )
 _Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
 
