@@ -79,7 +79,7 @@ def test_versions_of_a_question_are_visible_without_pointing(server: FakeServer,
     assert version(page, "question") == ["2 / 2"]
     shown = "getComputedStyle(document.querySelector('.question .versions button')).opacity"
     assert page.evaluate(shown) == "1"
-    assert page.evaluate("getComputedStyle(document.querySelector('.question .acts > .act')).opacity") == "0"
+    until(page, "getComputedStyle(document.querySelector('.question .acts > .act')).opacity === '0'")
 
 
 def test_a_dense_models_page_does_not_mention_neurons(server: FakeServer, opened: Any) -> None:
