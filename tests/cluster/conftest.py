@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,12 @@ class Nodes:
         self.address = self.cluster.address
 
     def add(self, name: str) -> None:
+        import ray
+
+        while ray.is_initialized() and any(
+            node["Alive"] and node["NodeName"] == name for node in ray.nodes()
+        ):
+            time.sleep(0.1)  # Ray has not noticed yet that the killed node is gone
         head = {"include_dashboard": False} if not self._nodes else {}
         self._nodes[name] = self.cluster.add_node(
             num_cpus=4, node_name=name, object_store_memory=100 << 20, **head
