@@ -52,7 +52,7 @@ enum class Type : int {
     // Not GGUF types: codes by row, and one scale per column for each 32 rows (see Matrix::scales).
     Planes4 = 31,  // 16 bytes per 32 columns, codes as in a Q4_0 block
     Planes8 = 32,  // one byte per column
-#define HOTSET_TYPE(name, id, block_size, block_bytes) name = id,
+#define HOTSET_TYPE(name, id, block_size, block_bytes) name = (id),
     HOTSET_BLOCK_TYPES(HOTSET_TYPE)
 #undef HOTSET_TYPE
 };
