@@ -298,7 +298,7 @@ class Attention : public Op {
             for (int g = 0; g < group_; g++, row++) {
                 const int t = tile.first + i, position = step.positions[t];
                 q[row] = query(t) + int64_t(head * group_ + g) * f_.kv.head_dim;
-                bias_rows[row] = bias_row(t, head * group_ + g);
+                if (bias_floats_) bias_rows[row] = bias_row(t, head * group_ + g);
                 at[row] = position;
                 if (f_.causal) {
                     first[row] = std::max(f_.first_seen, f_.window ? position + 1 - f_.window : 0);

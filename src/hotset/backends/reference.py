@@ -447,14 +447,15 @@ class ReferenceBackend(WithoutDevices):
         of_keys, of_values = self._formats
         group = op.n_head // op.n_head_kv  # query heads that share one head of keys and values
         out = np.empty((len(slots), op.n_head_kv, group, op.head_dim_v), np.float32)
+        bias = None  # of the keys at all positions
+        if of_keys.rotated and op.key_bias is not None:
+            bias = bias_at(op, self._weight(op.key_bias.tensor), np.arange(max(map(len, slots))))
         for token, (seen, ago) in enumerate(seen_by(op, batch, slots)):
             query = q[token].reshape(op.n_head_kv, group, op.head_dim) * np.float32(op.scale)
             of_bias = None
+            if bias is not None:
+                of_bias = query @ bias[batch.positions[token] - ago].transpose(1, 2, 0)
             if of_keys.rotated:
-                if op.key_bias is not None:
-                    positions = batch.positions[token] - ago
-                    bias = bias_at(op, self._weight(op.key_bias.tensor), positions)
-                    of_bias = query @ bias.transpose(1, 2, 0)
                 query = hadamard(query)
             keys, values = self._seen(op, seen, slots[token])
             past_k = keys.astype(np.float32).transpose(1, 2, 0)  # [n_head_kv, head_dim, n_seen]

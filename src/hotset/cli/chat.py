@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from hotset.generation import Chunk
 
 
+class _FieldError(InvalidRequestError):
+    """A message of /set, which takes names of fields, not of options."""
+
+
 class _LeaveError(Exception):
     """The exception that leaves the chat: /exit, or the end of the input."""
 
@@ -74,18 +78,15 @@ class Chat:
         say(f"{name}, context {self.model.n_ctx} tokens", dim=True)
         say(hint, dim=True)
         with Editor(f"/{command}" for command in self.commands) as editor:
-            typed = ""
             while True:
                 try:
-                    self.handle(typed := editor.read())
+                    self.handle(editor.read())
                 except KeyboardInterrupt:
                     say("(Ctrl-D or /exit leaves)", dim=True)
                 except (EOFError, _LeaveError):
                     return
                 except HotsetError as error:
-                    print_error(
-                        str(error), as_options=not typed.startswith("/se")
-                    )  # /set takes names of fields
+                    print_error(str(error), as_options=not isinstance(error, _FieldError))
 
     def handle(self, typed: str) -> None:
         """Obey a command, or answer a message."""
@@ -204,7 +205,10 @@ class Chat:
                 say(f"  {field:<24}{given}")
             say("Change one with /set PARAMETER VALUE, such as /set temperature 0.2", dim=True)
             return
-        self.params |= parameter(name, value.strip())
+        try:
+            self.params |= parameter(name, value.strip())
+        except InvalidRequestError as error:
+            raise _FieldError(str(error)) from None
         say(f"({name} is now {value.strip()})", dim=True)
 
     def change_model(self, rest: str) -> None:

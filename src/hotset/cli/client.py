@@ -79,9 +79,10 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def fetched(url: str, path: str, key: str, asked: dict[str, Any] | None = None) -> bytes:
-    """Return the body of a reply. asked: the JSON of a POST request, which may take long.
+def fetched(url: str, path: str, key: str, asked: dict[str, Any] | None = None, *, absent: str = "") -> bytes:
+    """Return the body of a reply.
 
+    asked: the JSON of a POST request, which may take long. absent: why a server may not have this path.
     Raises HotsetError if the server wants another key or refuses the request, and NoModelServerError for
     every other failure.
     """
@@ -97,8 +98,8 @@ def fetched(url: str, path: str, key: str, asked: dict[str, Any] | None = None) 
             why = _refusal(error) if asked is not None else ""
         if error.code == 401:
             raise HotsetError(f"The server at {url} {_wants_key(key)}.") from None
-        if why == f"there is nothing at {path}":  # a server of one model has no /models/unload
-            why = "it keeps its only model loaded; end the server instead, or start it with --keep-alive"
+        if why == f"there is nothing at {path}":
+            why = absent or why
         if why:
             raise HotsetError(f"The server at {url} refuses: {why}") from None
         raise no_model_server(url, f"it answers {error.code}") from None

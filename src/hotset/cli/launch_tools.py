@@ -218,7 +218,7 @@ def _is_untouched(path: Path, backup: Path) -> bool:
 def backup_of(path: Path) -> Path:
     """Return the path of the backup of a user's file while a launch has changed it.
 
-    It is empty if there was no file. Its time is the time at which the launch wrote the user's file.
+    It is empty if the user had no file. Its time is the time at which the launch wrote the user's file.
     """
     return path.with_name(path.name + BACKUP)
 

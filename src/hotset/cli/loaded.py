@@ -41,7 +41,8 @@ def stop(
 ) -> None:
     """Unload a model of a running server, once its requests are answered."""
     at, key = _server(url)
-    fetched(at, "/models/unload", key, {"model": model})
+    absent = "it keeps its only model loaded; end the server instead, or start it with --keep-alive"
+    fetched(at, "/models/unload", key, {"model": model}, absent=absent)
     say(f"{model} is unloaded.")
 
 

@@ -74,10 +74,14 @@ _QUANT = re.compile(r"(.+):((?:ud-)?i?q\d\w*|mxfp4\w*|b?f16|f32|tq\d_\d)", re.IG
 _HUBS = ("hf.co/", "huggingface.co/")
 
 
+def memory_for(size: int) -> float:
+    """Estimate the bytes of memory that a file of `size` bytes and its cache take."""
+    return size * 1.05 + 2**29
+
+
 def _listed(one: dict[str, Any]) -> Entry:
     size, checked = one["size"], one["checked"]
-    # The same estimate as store.fits: the file, its cache, and a tenth for the system.
-    least = (size * 1.05 + 2**29) / 0.9
+    least = memory_for(size) / 0.9  # a tenth is for the system, as in store.fits
     memory = next((f"{n} GiB of memory" for n in _MEMORIES if n * 2**30 >= least), "much memory")
     parts = (
         memory if size else "",
@@ -211,7 +215,7 @@ DEFAULTS = ("qwen3.5-4b", "qwen3.5-0.8b", SMALLEST)
 def default_for(memory: int) -> Entry:
     """Return the best of DEFAULTS whose file and cache take at most half of `memory` bytes."""
     entries = [BY_NAME[name] for name in DEFAULTS]
-    return next((entry for entry in entries if entry.size * 1.05 + 2**29 <= memory / 2), entries[-1])
+    return next((entry for entry in entries if memory_for(entry.size) <= memory / 2), entries[-1])
 
 
 _KINDS = {

@@ -303,4 +303,4 @@ def usable_memory() -> int:
 
 def fits(size: int, memory: int | None = None) -> bool:
     """Return whether a file of `size` bytes and its cache fit in memory, with a tenth left for the system."""
-    return size * 1.05 + 2**29 <= 0.9 * (usable_memory() if memory is None else memory)
+    return catalogue.memory_for(size) <= 0.9 * (usable_memory() if memory is None else memory)

@@ -27,9 +27,9 @@ import numpy as np
 from hotset.backends.cpu.processor import linear_f32
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.files import check_target, write_whole
-from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, ValueType
+from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, copy_metadata
 from hotset.formats.quants import GGMLType, dequantize, fitting
-from hotset.formats.recommended import recommend, recommended
+from hotset.formats.recommended import recommend
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 
@@ -187,7 +187,7 @@ def merge(
 ) -> None:
     """Write the model of `gguf` merged with the adapters. type: of the changed matrices.
 
-    sampling: recommended parameters, in addition to those of `gguf` (formats/recommended.py).
+    sampling: parameters to recommend (formats/recommended.py); other recommendations are copied from `gguf`.
     A matrix whose rows are not a multiple of the type's block size becomes F16. Raises InvalidRequestError if
     the adapters belong to other weights, and leaves no file on any error.
     """
@@ -208,15 +208,10 @@ def merge(
         "general.architecture", "general.alignment", "general.file_type", "hotset.up_activation",
         "hotset.fatrelu_threshold", f"{architecture}.hidden_activation",
     }  # fmt: skip
-    params = recommended(gguf)[0] | dict(sampling or {})
-    for key, value in gguf.metadata.items():
-        if key.startswith("general.sampling."):
-            continue
-        if key not in own and not key.startswith("split."):
-            writer.add(key, value, ValueType(gguf.metadata_types[key][-1]))
+    recommend(writer, sampling or {})
+    copy_metadata(gguf, writer, tuple(own))
     writer.add("general.file_type", _FILE_TYPES[type])
     writer.add(f"{architecture}.hidden_activation", adapters.activation)
-    recommend(writer, params)
 
     for name, info in gguf.tensors.items():
         stem, _, kind = name.rpartition(".")
