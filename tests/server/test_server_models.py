@@ -140,7 +140,7 @@ async def test_a_damaged_file_is_read_again_after_a_change(tmp_path: Path, monke
     assert len(opened) == 2
 
 
-def test_200_requests_over_three_models_with_room_for_two(folder: Path, facts: dict[str, Any]) -> None:
+async def test_200_requests_over_three_models_with_room_for_two(folder: Path, facts: dict[str, Any]) -> None:
     """Check every answer, and that memory always stays within the budget."""
     budget = room_for(facts, "two", "three")
     assert budget < room_for(facts, *NAMES)
