@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import httpx
 import pytest
 from full_disk import room_for
-from tiny_server import client_of, metrics_of
+from tiny_server import client_of, key_of, metrics_of
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.server.app import create_app
-from hotset.server.keys import NamedKey
 
 PROMPT = "a quick brown fox is " * 10  # 210 tokens, and the beginning of a text
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
@@ -161,12 +159,8 @@ async def test_a_file_of_another_kind_is_not_replaced(path: Path, tmp_path: Path
 
 async def test_slots_are_for_keys_that_manage(path: Path, tmp_path: Path) -> None:
     """Otherwise one key could erase another key's slot and replace its files."""
-    keys = [
-        NamedKey(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), manages=name == "root")
-        for name in ("alice", "root")
-    ]
-
-    async with client_of(path, slot_save_path=str(tmp_path), named_keys=tuple(keys)) as (client, _):
+    keys = key_of("alice", manages=False), key_of("root", manages=True)
+    async with client_of(path, slot_save_path=str(tmp_path), named_keys=keys) as (client, _):
         for name, status in (("alice", 403), ("root", 200)):
             for action in ("save", "restore", "erase"):
                 reply = await client.post(

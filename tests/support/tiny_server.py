@@ -7,8 +7,9 @@ import json
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from byte_models import write_model, write_reranker
 from waiting import WATCHDOG, until
 
 import hotset
+from hotset.backends.base import Batch, StepResult
 from hotset.server.app import create_app
+from hotset.server.keys import NamedKey, digest
 from hotset.server.listen import Server, bound_socket
 from hotset.server.service import Host, Service
 from hotset.server.settings import ServerSettings
@@ -26,7 +29,10 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 ClientAndService = AbstractAsyncContextManager[tuple[httpx.AsyncClient, Service]]
 
-__all__ = ["MESSAGES", "Serving", "client_of", "events_of", "text_of", "write_model", "write_reranker"]
+__all__ = [
+    "MESSAGES", "Serving", "client_of", "events_of", "held_steps", "key_of", "text_of", "write_model",
+    "write_reranker",
+]  # fmt: skip
 
 
 @asynccontextmanager
@@ -38,6 +44,37 @@ async def client_of(
     service = Service(lambda: hotset.load(path, **how), ServerSettings(**settings), name="tiny")
     async with client_to(service) as client:
         yield client, service
+
+
+@dataclass
+class HeldSteps:
+    """Steps of a model that wait for `gate`. begun: whether a step has."""
+
+    begun: threading.Event
+    gate: threading.Event
+
+
+@contextmanager
+def held_steps(model: hotset.Model) -> Iterator[HeldSteps]:
+    """Hold the model's steps from now on. They run once the gate is set or the block ends."""
+    held, step = HeldSteps(threading.Event(), threading.Event()), model.backend.step
+
+    def waiting(batch: Batch) -> StepResult:
+        held.begun.set()
+        assert held.gate.wait(WATCHDOG)
+        return step(batch)
+
+    model.backend.step = waiting  # type: ignore[method-assign]
+    try:
+        yield held
+    finally:
+        held.gate.set()
+        model.backend.step = step  # type: ignore[method-assign]
+
+
+def key_of(name: str, **more: Any) -> NamedKey:
+    """Return a key that equals its name. more: fields of NamedKey."""
+    return NamedKey(name=name, sha256=digest(name).hex(), **more)
 
 
 def with_template(folder: Path, template: str, *, n_ctx: int = 2048, **settings: Any) -> ClientAndService:
