@@ -183,21 +183,6 @@ def test_a_forked_process_has_answers_of_its_own(model: hotset.Model):
     assert model.encode_chat(messages) == tokens
 
 
-def test_threads_share_a_model(model: hotset.Model):
-    alone = [model.generate("hello", seed=i, max_tokens=20).tokens for i in range(4)]
-    together: dict[int, list[int]] = {}
-
-    def ask(i: int) -> None:
-        together[i] = model.generate("hello", seed=i, max_tokens=20).tokens
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [together[i] for i in range(4)] == alone
-
-
 def test_stop_strings_across_tokens(model: hotset.Model):
     params: dict[str, Any] = {"seed": 6, "max_tokens": 40, "logit_bias": PRINTABLE}
     free = model.generate("hello", **params)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from backend_runs import cpu_backend
 from byte_models import write_model
-from drafters import steady
+from drafters import KINDS, PROMPTS, SMALL, SOURCE, answers, assert_drafts_change_nothing, essence, steady
 from tiny_adapters import random_pairs, write_adapter
 
 import hotset
@@ -30,7 +30,6 @@ from hotset.engine.sequence import Sequence
 from hotset.engine.speculation import Draft
 from hotset.errors import InvalidRequestError, StepCancelledError, UnsupportedModelError
 from hotset.formats.gguf import open_gguf
-from hotset.generation import Completion
 from hotset.loader.build import open_model
 from hotset.loader.speculate import drafting_bytes, open_speculator
 from hotset.model.config import config_from_gguf
@@ -44,14 +43,6 @@ nextn_models = pytest.importorskip("nextn_models")
 __all__ = ["steady"]  # the fixture, for pytest
 
 N_CTX, N_PAGES = 256, 5
-SMALL: dict[str, Any] = {"device": "cpu", "n_ctx": N_CTX, "n_threads": 2, "n_seqs": 4}
-SOURCE = Path(hotset.__file__).with_name("units.py").read_text("utf-8")
-PROMPTS = [SOURCE[i : i + 40 + i // 2] for i in range(0, 240, 30)]  # several blocks each
-KINDS: list[dict[str, Any]] = [
-    {"temperature": 0, "logprobs": 2},
-    {"temperature": 0.7, "logprobs": 0},
-    {"temperature": 0.5, "repetition_penalty": 1.1, "penalty_last_n": -1},
-]
 SELDOM = ("qwen3next", "qwen35moe")  # similar to qwen35, or to it and glm4moe
 NAMES = [
     pytest.param(name, marks=pytest.mark.slow if name in SELDOM else ())
@@ -64,24 +55,12 @@ def path_of(run_folder: Path) -> Callable[[str], Path]:
     return partial(nextn_models.kept_agreeing, run_folder)
 
 
-def answers(model: hotset.Model, kind: dict[str, Any]) -> list[Completion]:
-    """Return the answer to one prompt, and then the answers to all prompts at once."""
-    alone = model.generate(PROMPTS[3], seed=1, max_tokens=24, **kind)
-    return [alone, *model.generate_many(PROMPTS, seed=5, max_tokens=24, **kind)]
-
-
-def essence(found: list[Completion]) -> list[Any]:
-    return [(one.text, one.tokens, one.logprobs, one.finish_reason) for one in found]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_change_nothing(path_of: Callable[[str], Path], name: str) -> None:
-    path = path_of(name)
-    with hotset.load(path, **SMALL) as plain, hotset.load(path, speculate="mtp", **SMALL) as drafting:
-        for kind in KINDS if name in ("glm4moe", "qwen35") else KINDS[:2]:
-            assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
-        counted = drafting.thread.counters()
-        assert counted.drafted_tokens > counted.accepted_tokens > 0.1 * counted.drafted_tokens
+    kinds = KINDS if name in ("glm4moe", "qwen35") else KINDS[:2]
+    drafting = assert_drafts_change_nothing(path_of(name), {"speculate": "mtp"}, kinds=kinds)
+    counted = drafting.thread.counters()
+    assert counted.drafted_tokens > counted.accepted_tokens > 0.1 * counted.drafted_tokens
 
 
 def test_drafts_change_no_answer_with_adapters(path_of: Callable[[str], Path], tmp_path: Path) -> None:
@@ -251,27 +230,9 @@ def test_pages_on_the_disk_have_the_layers_part(
         assert model.thread.counters().restored_tokens == 0
 
 
-def test_with_adapters(path_of: Callable[[str], Path], tmp_path: Path) -> None:
-    """Check thresholds, which change the layer's input but not the layer."""
-    path = path_of("glm4moe")
-    with open_gguf(path) as gguf:
-        graph = describe(config_from_gguf(gguf), gguf.tensors)
-        pairs = random_pairs(graph, gguf.tensors)
-        write_adapter(tmp_path / "one.gguf", pairs, architecture=gguf.architecture, alpha=0.1)
-    settings = SMALL | {"lora": tmp_path / "one.gguf"}
-    with hotset.load(path, **settings) as plain, hotset.load(path, speculate="mtp", **settings) as drafting:
-        for kind in KINDS[:2]:
-            assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
-        assert drafting.thread.counters().accepted_tokens > 0
-
-
 def test_under_a_budget_of_memory(path_of: Callable[[str], Path]) -> None:
-    path, settings = path_of("glm4moe"), SMALL | {"ram_budget": 3.0}
-    with hotset.load(path, **SMALL) as plain, hotset.load(path, speculate="mtp", **settings) as drafting:
-        assert drafting.stored is not None
-        for kind in KINDS[:2]:
-            assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
-        assert drafting.thread.counters().accepted_tokens > 0
+    path, drafts = path_of("glm4moe"), {"speculate": "mtp", "ram_budget": 3.0}
+    assert assert_drafts_change_nothing(path, drafts, kinds=KINDS[:2]).stored is not None
     with open_model(path, LoadSettings(n_ctx=N_CTX, speculate="mtp")) as opened:
         own = sum(info.nbytes for name, info in opened.gguf.tensors.items() if name.startswith("blk.2."))
         output = opened.gguf.tensors["output.weight"].nbytes

@@ -35,13 +35,18 @@ __all__ = [
 ]  # fmt: skip
 
 
+def service_of(path: Path, load: dict[str, Any] | None = None, **settings: Any) -> Service:
+    """Return the service of a model. load: LoadSettings; settings: ServerSettings."""
+    how = {"device": "cpu", "n_threads": 1, "max_sequences": 4} | (load or {})
+    return Service(lambda: hotset.load(path, **how), ServerSettings(**settings), name="tiny")
+
+
 @asynccontextmanager
 async def client_of(
     path: Path, *, load: dict[str, Any] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
     """Yield a client of a server that has loaded the model. load: LoadSettings; settings: ServerSettings."""
-    how = {"device": "cpu", "n_threads": 1, "max_sequences": 4} | (load or {})
-    service = Service(lambda: hotset.load(path, **how), ServerSettings(**settings), name="tiny")
+    service = service_of(path, load, **settings)
     async with client_to(service) as client:
         yield client, service
 
@@ -97,17 +102,19 @@ async def client_to(host: Host) -> AsyncIterator[httpx.AsyncClient]:
 
 
 class Serving:
-    """A server on a local port, in a thread. load: LoadSettings; settings: ServerSettings."""
+    """A server on a local port, in a thread. load: LoadSettings; settings: ServerSettings.
 
-    def __init__(self, path: Path, *, load: dict[str, Any] | None = None, **settings: Any) -> None:
-        how = {"device": "cpu", "n_threads": 1, "max_sequences": 4} | (load or {})
-        self.service = Service(
-            lambda: hotset.load(path, **how), ServerSettings(port=0, **settings), name="tiny"
-        )
+    given: a model, or a host of models with settings of its own.
+    """
+
+    def __init__(self, given: Path | Host, *, load: dict[str, Any] | None = None, **settings: Any) -> None:
+        if isinstance(given, Path):
+            given = service_of(given, load, port=0, **settings)
+        self.service: Any = given
         self._bound = bound_socket("127.0.0.1", 0)
         self.port = self._bound.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = Server(self.service, self._bound, lambda where: None, create_app(self.service))
+        self.server = Server(given, self._bound, lambda where: None, create_app(given))
         self._thread = threading.Thread(target=self._run)
 
     def set_send_buffer(self, n_bytes: int) -> None:
@@ -120,7 +127,7 @@ class Serving:
     def __enter__(self) -> Serving:
         self.client = httpx.Client(base_url=self.url, timeout=WATCHDOG, trust_env=False, verify=False)
         self._thread.start()
-        until(lambda: self.service.is_ready, "the model is not loaded")
+        until(lambda: self.server.started and getattr(self.service, "is_ready", True), "no model is loaded")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -132,7 +139,8 @@ class Serving:
 
     @property
     def model(self) -> hotset.Model:
-        return self.service.model
+        model: hotset.Model = self.service.model
+        return model
 
     def wait_until_idle(self) -> None:
         """Wait until nothing runs or waits, and every KV block is free."""
