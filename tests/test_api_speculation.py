@@ -76,7 +76,7 @@ def test_a_draft_model_changes_nothing(tmp_path: Path, n_layer: int) -> None:
         speculator = drafting.engine.speculator
         assert speculator is not None
         assert isinstance(speculator.drafter, ModelDrafter)
-        assert speculator.drafter.n_pages_free == speculator.drafter.n_pages
+        assert speculator.drafter.n_blocks_free == speculator.drafter.n_blocks
     drafting.close()
 
 
