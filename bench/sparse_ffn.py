@@ -103,11 +103,11 @@ class Operator:
 
     def seconds(self) -> float:
         """Return the mean seconds of a step over all masks."""
-        none, zero, page = np.zeros(0, np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32)
-        self._plan.run(zero, zero, zero, page, none)
+        none, zero, table = np.zeros(0, np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32)
+        self._plan.run(zero, zero, zero, table, none)
         start = time.perf_counter()
         for i in range(self._n):
-            self._plan.run(np.array([i], np.int32), zero, zero, page, none)
+            self._plan.run(np.array([i], np.int32), zero, zero, table, none)
         return (time.perf_counter() - start) / self._n
 
 

@@ -19,7 +19,7 @@ from drafters import KINDS, PROMPTS, SMALL, SOURCE, answers, assert_drafts_chang
 from tiny_adapters import random_pairs, write_adapter
 
 import hotset
-from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.base import BLOCK_SIZE, Batch
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.engine import mtp
 from hotset.engine.draft_model import draw
@@ -42,7 +42,7 @@ nextn_models = pytest.importorskip("nextn_models")
 
 __all__ = ["steady"]  # the fixture, for pytest
 
-N_CTX, N_PAGES = 256, 5
+N_CTX, N_BLOCKS = 256, 5
 SELDOM = ("qwen3next", "qwen35moe")  # similar to qwen35, or to it and glm4moe
 NAMES = [
     pytest.param(name, marks=pytest.mark.slow if name in SELDOM else ())
@@ -106,7 +106,7 @@ class Recorded:
 
     def check(self) -> None:
         """Compare them with the layer's logits over the whole text, read in one step in a new cache."""
-        model, options = self._model, {"n_pages": N_PAGES, "n_threads": 1}
+        model, options = self._model, {"n_blocks": N_BLOCKS, "n_threads": 1}
         layer = cpu_backend(model.weights, describe_nextn(model.config, model.weights.tensors), **options)
         whole = cpu_backend(model.weights, model.graph, **options)
         reads, hidden = self._drafter.reads, dict[tuple[int, ...], np.ndarray]()
@@ -121,9 +121,9 @@ class Recorded:
 
 
 def one_row(tokens: Many[int], start: int, tap: str) -> Batch:
-    n, pages = len(tokens), np.arange(N_PAGES, dtype=np.int32)[None]
+    n, blocks = len(tokens), np.arange(N_BLOCKS, dtype=np.int32)[None]
     positions, every = np.arange(start, start + n, dtype=np.int32), np.arange(n, dtype=np.int32)
-    return Batch(np.array(tokens, np.int32), positions, np.zeros(n, np.int32), pages, every, (tap,))
+    return Batch(np.array(tokens, np.int32), positions, np.zeros(n, np.int32), blocks, every, (tap,))
 
 
 def logits_of(layer: CpuBackend, tokens: tuple[int, ...], hidden: np.ndarray, n: int) -> np.ndarray:
@@ -162,7 +162,7 @@ def test_drafts_equal_the_layer_over_the_whole_text(
         recorded.check()
 
 
-def test_pages_of_tokens_that_were_not_drafted_are_whole(
+def test_blocks_of_tokens_that_were_not_drafted_are_whole(
     path_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check the layer's blocks of tokens without drafts: another sequence continues from them."""
@@ -181,7 +181,7 @@ def test_pages_of_tokens_that_were_not_drafted_are_whole(
             again = engine.enqueue(engine.prepare(first.tokens[:130], params))
             while engine.has_work:
                 engine.step()
-        assert again.n_reused == 2 * PAGE_SIZE
+        assert again.n_reused == 2 * BLOCK_SIZE
         recorded.check()
 
 
@@ -212,7 +212,7 @@ def lose(engine: Engine, die: random.Random, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(engine, "_append_token", interrupted)
 
 
-def test_pages_on_the_disk_have_the_layers_part(
+def test_blocks_on_the_disk_have_the_layers_part(
     path_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = SMALL | {"speculate": "mtp", "cache_dir": tmp_path / "cache"}
@@ -223,7 +223,7 @@ def test_pages_on_the_disk_have_the_layers_part(
     with hotset.load(path, **settings) as model:
         recorded = Recorded(model, monkeypatch)
         assert model.generate(SOURCE[:150], **kind).tokens == expected.tokens
-        assert model.thread.counters().restored_tokens >= PAGE_SIZE
+        assert model.thread.counters().restored_tokens >= BLOCK_SIZE
         recorded.check()
     with hotset.load(path, **settings | {"speculate": "off"}) as model:  # its blocks differ
         assert model.generate(SOURCE[:150], **kind).tokens == expected.tokens

@@ -64,7 +64,7 @@ def test_a_draft_model_changes_nothing(tmp_path: Path, n_layer: int) -> None:
     assert n_layer == 1 or counted.accepted_tokens > 0.95 * counted.drafted_tokens
     assert speculator is not None
     assert isinstance(speculator.drafter, ModelDrafter)
-    assert speculator.drafter.n_pages_free == speculator.drafter.n_pages
+    assert speculator.drafter.n_blocks_free == speculator.drafter.n_blocks
 
 
 def test_a_draft_model_need_not_fit_the_type_of_the_cache(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ async def test_a_stop_string_ends_an_answer(
     engine = service.model.engine
     while engine.has_work:
         await asyncio.sleep(0.001)
-    assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
+    assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_blocks
 
 
 @each(has_logprobs=True)

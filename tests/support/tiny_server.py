@@ -148,7 +148,7 @@ class Serving:
 
         def is_idle() -> bool:
             busy = self.service.n_open or engine.scheduler.running or engine.scheduler.waiting
-            return not busy and engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
+            return not busy and engine.scheduler.pool.n_available == engine.scheduler.pool.n_blocks
 
         until(is_idle, "the server does not come to rest")
 
