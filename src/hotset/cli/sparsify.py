@@ -155,7 +155,7 @@ class TextOptions:
     generate: Annotated[
         str | None,
         typer.Option(
-            "--generate", metavar="N[:WEIGHT]", help="Tokens the teacher writes.", rich_help_panel=_TEXT
+            "--generate", metavar="N[:WEIGHT]", help="Tokens that the teacher writes.", rich_help_panel=_TEXT
         ),
     ] = None
     on_policy: Annotated[
@@ -170,13 +170,13 @@ class TextOptions:
     chat: Annotated[
         float,
         typer.Option(
-            "--chat", help="Share of what is generated: answers.", min=0, max=1, rich_help_panel=_TEXT
+            "--chat", help="Share of answers in generated text.", min=0, max=1, rich_help_panel=_TEXT
         ),
     ] = 0.4
     held_out: Annotated[
         Path | None,
         typer.Option(
-            "--held-out", help="Evaluate on this.", show_default="the end of a text", rich_help_panel=_TEXT
+            "--held-out", help="Text to evaluate on.", show_default="the end of a text", rich_help_panel=_TEXT
         ),
     ] = None
 
