@@ -21,12 +21,14 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol, assert_never
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hotset.backends.decoded import decoded_vector
 from hotset.backends.triton.experts_fetch import Fetcher, FetchPlan
 from hotset.backends.triton.fallback import N_COUNTS, Entering, TokenThreshold
 from hotset.backends.triton.kernels import Kernels
@@ -478,7 +480,7 @@ class Program:
 
     def _norm_weight(self, op: RMSNorm | LayerNorm) -> Tensor:
         if op.weight is None:
-            return self._weights.tensor(("ones", op.x.width), np.ones(op.x.width, np.float32))
+            return self._weights.made(("ones", op.x.width), lambda: np.ones(op.x.width, np.float32))
         return self._weights.vector(op.weight)
 
     def _norm(self, op: RMSNorm | LayerNorm) -> Callable[[Tensor, TokenThreshold | None], Tensor]:
@@ -650,7 +652,7 @@ class Program:
     def _position_gain(self, op: PositionGain) -> Callable[[RunningStep], None]:
         """Look up the gain of each token in a table with one entry for each length of the context."""
         firsts = np.arange(-(-self._n_ctx // op.length)) * op.length
-        table = self._weights.tensor(("gain", op.beta, op.length), position_gain(op, firsts))
+        table = self._weights.made(("gain", op.beta, op.length), lambda: position_gain(op, firsts))
         out = op.out.id
 
         def run(f: RunningStep) -> None:
@@ -948,8 +950,10 @@ class Program:
                 continue
             given[name] = self._weights.hot_rows(op, indices)
             if op.bias is not None:
-                bias = self._weights.host_vector(op.bias)[op.first_row + indices]
-                given[f"{name}_bias"] = self._weights.tensor((op.bias, op.first_row, "hot"), bias)
+                bias = decoded_vector(self._weights.source, op.bias)[op.first_row + indices]
+                given[f"{name}_bias"] = self._weights.once(
+                    (op.bias, op.first_row, "hot"), partial(self._weights.upload, bias)
+                )
         return given
 
     # ---- small things ----
