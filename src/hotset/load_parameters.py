@@ -20,7 +20,7 @@ KVType = Literal[
 SparsityMode = Literal["dense", "exact", "predicted", "threshold"]
 Speculate = Literal["off", "ngram", "draft", "self", "mtp"]
 Split = Literal["auto", "layers", "neurons"]
-MAX_SEQUENCES = 4096  # each has a row of the page table
+MAX_SEQUENCES = 4096  # each has a row of the block table
 MOST_DRAFTED = 16  # tokens of a draft
 
 _ENGINE, _GPU, _TEXT, _SERVER = "Engine", "GPU", "Input and output", "Server"

@@ -114,7 +114,7 @@ def test_pieces_are_the_batch_and_few_where_it_is_small():
 class Workers:
     """The stages of a model as their machines have them, in one process: a backend."""
 
-    def __init__(self, path: Path, splits: list[Split], n_pages: int = 8) -> None:
+    def __init__(self, path: Path, splits: list[Split], n_blocks: int = 8) -> None:
         gguf = open_gguf(path)
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         self.steps = 0
@@ -123,7 +123,7 @@ class Workers:
         for worker, span in zip(self.workers, spans(graph, splits), strict=True):
             told = worker.open(
                 model=str(path), settings=SETTINGS, release=hotset.__version__, mark=fingerprint(gguf),
-                span=Span(*span), n_pages=n_pages, counts=False,
+                span=Span(*span), n_blocks=n_blocks, counts=False,
             )  # fmt: skip
             assert isinstance(told, dict), told
             self.keys.append(told["key"])
@@ -150,8 +150,8 @@ class Workers:
 class Linked(Workers):
     """The same, linked as those of a cluster are: over sockets, each stage with a thread of its own."""
 
-    def __init__(self, path: Path, splits: list[Split], n_pages: int = 8) -> None:
-        super().__init__(path, splits, n_pages)
+    def __init__(self, path: Path, splits: list[Split], n_blocks: int = 8) -> None:
+        super().__init__(path, splits, n_blocks)
         self.link()
 
     def link(self) -> None:
@@ -195,7 +195,7 @@ def no_thread_is_left() -> Iterator[None]:
 def test_stages_in_pieces_have_the_bits_of_the_whole(path: Path, counts: list[int], kind: type[Workers]):
     gguf = open_gguf(path)
     whole = cpu_backend(
-        gguf, describe(config_from_gguf(gguf), gguf.tensors), n_pages=8, max_batch=48, n_threads=1
+        gguf, describe(config_from_gguf(gguf), gguf.tensors), n_blocks=8, max_batch=48, n_threads=1
     )
     stages = kind(path, [Split("x", n) for n in counts])
     ids = tokens(40)
@@ -317,7 +317,7 @@ def test_what_keeps_a_stage_from_opening_is_a_sentence(path: Path, tmp_path: Pat
     other = write_llama(tmp_path / "m.gguf", n_layer=N_LAYER, n_embd=128)
     how: dict[str, Any] = {
         "settings": SETTINGS, "release": hotset.__version__, "mark": fingerprint(open_gguf(path)),
-        "span": Span(0, 1), "n_pages": 8, "counts": False,
+        "span": Span(0, 1), "n_blocks": 8, "counts": False,
     }  # fmt: skip
     found = StageWorker().open(model=str(other), **how)
     assert isinstance(found, Failed)
@@ -381,7 +381,7 @@ def test_what_a_lost_cache_held_is_computed_anew(lost_at: tuple[int, ...]):
         while engine.has_work:
             engine.step()
         assert [one.error for one in found] == [None] * 5
-        assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
+        assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_blocks
         return [one.generated for one in found]
 
     backend = Losing()

@@ -15,8 +15,8 @@ import numpy as np
 
 from hotset.backends.adapters import AdapterSet
 from hotset.backends.base import (
+    BLOCK_SIZE,
     COUNTS,
-    PAGE_SIZE,
     Batch,
     StepResult,
     StepStats,
@@ -98,7 +98,7 @@ class ReferenceBackend(WithoutDevices):
         weights: WeightSource,
         graph: Graph,
         *,
-        n_pages: int,
+        n_blocks: int,
         n_states: int = 2,
         max_batch: int = 512,
         kv_type: KVType = "f32",
@@ -107,13 +107,13 @@ class ReferenceBackend(WithoutDevices):
     ) -> None:
         self.weights, self.graph, self.sparse = weights, graph, sparse
         self.adapters = AdapterSet(graph, weights.tensors)
-        self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
+        self.n_blocks, self.max_batch, self.kv_type = n_blocks, max_batch, kv_type
         self.n_vocab = graph.n_vocab(weights.tensors)
         self.n_states = n_states if graph.recurrent else 0
         self._states = {op.out.id: np.zeros((n_states, *op.state_shape), F32) for op in graph.recurrent}
         self._weights = DecodedWeights(weights, np.asarray, weight_cache_bytes)
-        self._keys: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim]
-        self._values: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim_v]
+        self._keys: dict[int, np.ndarray] = {}  # layer → [n_blocks * BLOCK_SIZE, n_head_kv, head_dim]
+        self._values: dict[int, np.ndarray] = {}  # layer → [n_blocks * BLOCK_SIZE, n_head_kv, head_dim_v]
         # The same for the blocks of block attention, each at the slot of its last token.
         self._block_keys: dict[int, np.ndarray] = {}
         self._block_values: dict[int, np.ndarray] = {}
@@ -127,7 +127,7 @@ class ReferenceBackend(WithoutDevices):
         for op in graph.ops:
             if isinstance(op, Attention) and op.source is None:
                 check_cache(op, kv_type)
-                slots = n_pages * PAGE_SIZE
+                slots = n_blocks * BLOCK_SIZE
                 self._keys[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim), stored_k)
                 self._values[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim_v), stored_v)
                 if op.blocks is not None:
@@ -195,13 +195,13 @@ class ReferenceBackend(WithoutDevices):
 
     def _slots(self, batch: Batch) -> list[np.ndarray]:
         """Check the batch, and return for each token the cache slots of positions 0 to its own."""
-        cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=self.n_vocab)
+        cache_slots(batch, max_batch=self.max_batch, n_blocks=self.n_blocks, n_vocab=self.n_vocab)
         if self.n_states:
             check_states(batch, self.n_states)
         slots = []
         for position, sequence in zip(batch.positions.tolist(), batch.sequences.tolist(), strict=True):
-            pages = batch.page_tables[sequence, : position // PAGE_SIZE + 1]
-            table = pages[:, None].astype(np.int64) * PAGE_SIZE + np.arange(PAGE_SIZE)
+            kv_blocks = batch.block_tables[sequence, : position // BLOCK_SIZE + 1]
+            table = kv_blocks[:, None].astype(np.int64) * BLOCK_SIZE + np.arange(BLOCK_SIZE)
             slots.append(table.ravel()[: position + 1])
         return slots
 

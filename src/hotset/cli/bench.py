@@ -26,7 +26,7 @@ import numpy as np
 import typer
 
 import hotset
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.cpu.processor import read_bandwidth
 from hotset.cli import options
 from hotset.cli.console import print_choice, print_json, print_memory, print_table, read_text, say
@@ -393,7 +393,7 @@ class _Requests:
     def __init__(self, backend: Backend, test: Test, conditions: Conditions) -> None:
         self.test, self._text = test, conditions.text
         self.n_vocab = backend.n_vocab
-        n_ctx = min(max(test.n_ctx, 1) + 2, backend.n_pages * PAGE_SIZE)
+        n_ctx = min(max(test.n_ctx, 1) + 2, backend.n_blocks * BLOCK_SIZE)
         self.engine = Engine(
             backend, n_ctx, 1, max_batch=conditions.batch, prompt_seconds=math.inf,
             traits=ModelTraits(thresholded=conditions.thresholded), speculator=conditions.speculator,

@@ -24,6 +24,7 @@ from hotset.cores import usable_cores
 from hotset.errors import HotsetError, InvalidRequestError, install_command
 from hotset.files import check_folder, check_target
 from hotset.formats.gguf import open_gguf
+from hotset.formats.imatrix import ImportanceMatrix
 from hotset.formats.recommended import KEYS
 from hotset.loader.build import open_model
 from hotset.report.bars import percent
@@ -98,6 +99,14 @@ class AdapterOptions:
         float,
         typer.Option("--scored", help="Share of positions whose logits count.", rich_help_panel=_TRAINING),
     ] = 1.0
+    quantised: Annotated[
+        bool,
+        typer.Option(
+            "--quantised",
+            help="Train with the matrices as the original's types store them.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = False
     guide: Annotated[
         float,
         typer.Option(
@@ -131,6 +140,7 @@ class AdapterOptions:
             activation=self.activation, rank=self.lora or 0, linear=linear, idle=self.idle,
             n_tokens=self.tokens, hours=hours, n_ctx=self.n_ctx, batch=self.batch, lr=lr,
             vector_lr=vector_lr, labels=self.labels, scored=self.scored, guide=self.guide, seed=self.seed,
+            quantised=self.quantised,
         )  # fmt: skip
 
 
@@ -179,8 +189,19 @@ def sparsify(
     ] = None,
     type: Annotated[
         str,
-        options.option("--type", "Type of the matrices that change.", kind=one_of(*MERGED_TYPES)),
-    ] = "q8_0",
+        options.option(
+            "--type", "Type of the matrices that change; same: the original's.", kind=one_of(*MERGED_TYPES)
+        ),
+    ] = "same",
+    imatrix: Annotated[
+        Path | None,
+        typer.Option(
+            "--imatrix",
+            help="Importance matrix of the ReLU model (hotset imatrix), which weights errors.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     sampling: Annotated[
         list[str] | None,
         typer.Option(
@@ -223,7 +244,7 @@ def sparsify(
             last = _train(run, eval_every, save_every, show=is_first)
             adapters = folder / "adapters.safetensors"
         if is_first:
-            _merge(path, adapters, target, type, recommends)
+            _merge(path, adapters, target, type, recommends, imatrix)
             if json:
                 print_json(
                     {
@@ -428,11 +449,17 @@ def _train(run: Training, eval_every: int, save_every: int, *, show: bool) -> Ev
 
 
 def _merge(
-    path: Path, adapters: Path, target: Path, type: str, sampling: Mapping[str, Any] | None = None
+    path: Path,
+    adapters: Path,
+    target: Path,
+    type: str,
+    sampling: Mapping[str, Any] | None = None,
+    imatrix: Path | None = None,
 ) -> None:
     opened = TrainedAdapters.open(adapters)
+    importance = None if imatrix is None else ImportanceMatrix.open(imatrix)
     with open_gguf(path) as gguf, ProgressBar() as bar:
-        merge(gguf, opened, target, MERGED_TYPES[type], bar, sampling)
+        merge(gguf, opened, target, MERGED_TYPES[type], bar, sampling, importance)
 
 
 def _sampling(texts: Sequence[str]) -> dict[str, Any]:

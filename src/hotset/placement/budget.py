@@ -4,7 +4,7 @@ A budget is a promise: weights, keys and values, workspace and the device's own 
 it. This module counts everything that a backend will hold, from the graph and the tensor table. It reads no
 weights and does not import torch. Python's integers do not overflow at 175 billion parameters.
 
-    facts = model_facts(graph, weights.tensors, kv_type="f16", n_pages=64, max_batch=512)
+    facts = model_facts(graph, weights.tensors, kv_type="f16", n_blocks=64, max_batch=512)
     facts.layers[0].neuron_bytes      bytes of one hot neuron of the first layer
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES
 from hotset.formats.quants import GGMLType
 from hotset.load_parameters import KVType
@@ -173,10 +173,10 @@ def model_facts(
     *,
     mode: FFNMode,
     kv_type: KVType,
-    n_pages: int,
+    n_blocks: int,
     max_batch: int,
 ) -> ModelFacts:
-    """Count the bytes of a model. n_pages: KV blocks of the cache. max_batch: most tokens of a step."""
+    """Count the bytes of a model. n_blocks: KV blocks of the cache. max_batch: most tokens of a step."""
     parts: dict[int, list[Op]] = {}
     for op in graph.ops:
         parts.setdefault(op.layer, []).append(op)
@@ -185,13 +185,13 @@ def model_facts(
         input_major[op.layer] += channel_bytes(op, tensors)
     experts = Cost(graph, tensors).expert_bytes
     layers = tuple(
-        _layer_facts(parts[i], tensors, mode, kv_type, n_pages, experts[i]).with_fixed(input_major[i])
+        _layer_facts(parts[i], tensors, mode, kv_type, n_blocks, experts[i]).with_fixed(input_major[i])
         for i in range(graph.n_layer)
     )
     return ModelFacts(
         layers,
         sum(op_bytes(op, tensors) for op in parts[NO_LAYER]),
-        workspace_bytes(graph, n_pages, max_batch),
+        workspace_bytes(graph, n_blocks, max_batch),
         # A device holds two parts at a time (backends/triton/stream.py).
         2
         * min(STREAM_BYTES, max(layer.n_split * layer.neuron_bytes + layer.shared_bytes for layer in layers)),
@@ -228,7 +228,7 @@ def channel_bytes(op: Linear, tensors: Mapping[str, TensorInfo]) -> int:
     return _rounded(4 * op.x.width) + _rounded(op.x.width * op.out.width // 64 if is_k else 0)
 
 
-def workspace_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
+def workspace_bytes(graph: Graph, n_blocks: int, max_batch: int) -> int:
     """Return the bytes of a step's intermediates, the inputs of its batch, and some of its logits.
 
     At most the values of one attention or one FFN are alive together, plus a few of the residual's width.
@@ -240,10 +240,10 @@ def workspace_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
             key: tuple[int, Part] = op.layer, "ffn" if op.part == "predictor" else op.part
             parts[key] = parts.get(key, 0) + op.out.width
     answered = max((ffn.route.n_used * d for ffn in graph.ffns if ffn.route is not None), default=0)
-    values = max_batch * (max(parts.values()) + answered + 6 * d + n_pages + 4)
+    values = max_batch * (max(parts.values()) + answered + 6 * d + n_blocks + 4)
     values += min(max_batch, OUTPUT_ROWS) * graph.result.width
     n_ropes = len({op.rope for op in graph.primitives if isinstance(op, Rotate)})
-    tables = n_ropes * 2 * n_pages * PAGE_SIZE  # tables of rotation angles
+    tables = n_ropes * 2 * n_blocks * BLOCK_SIZE  # tables of rotation angles
     return FLOAT_BYTES * (values + tables) + (1 << 20)
 
 
@@ -252,12 +252,12 @@ def _layer_facts(
     tensors: Mapping[str, TensorInfo],
     mode: FFNMode,
     kv_type: KVType,
-    n_pages: int,
+    n_blocks: int,
     expert_bytes: int,
 ) -> LayerFacts:
     attention = next(op for op in ops if isinstance(op, Attention))
     ffn = next(op for op in ops if isinstance(op, Ffn))
-    per_token, n_tokens = kv_bytes(attention, kv_type), n_pages * PAGE_SIZE
+    per_token, n_tokens = kv_bytes(attention, kv_type), n_blocks * BLOCK_SIZE
     kv, kv_read = n_tokens * per_token, int(attention.n_visible(n_tokens // 2 - 1)) * per_token
     if ffn.route is not None and isinstance(ffn.up, ExpertLinear):  # its experts stay on the host
         parts = [op for op in (*ops, *ffn.primitives) if op is not ffn]

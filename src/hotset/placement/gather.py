@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.stage import BackendOptions
 from hotset.errors import DeviceError, HotsetError, OutOfMemoryError, UnsupportedModelError
@@ -171,7 +171,7 @@ def run_builtin(model: ModelToPlace, mark: str) -> Profile:
         model.weights,
         describe(config, model.weights.tensors),
         BackendOptions(
-            n_pages=-(-n_tokens // PAGE_SIZE), max_batch=_STEP, n_threads=settings.n_threads, sparse=True
+            n_blocks=-(-n_tokens // BLOCK_SIZE), max_batch=_STEP, n_threads=settings.n_threads, sparse=True
         ),
     )
     try:

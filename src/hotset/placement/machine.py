@@ -176,14 +176,14 @@ class CpuLoop:
         self._runtime = new_runtime(n_threads)
         self._backends = {
             sparse: CpuBackend(
-                weights, graph, BackendOptions(n_pages=1, max_batch=1, sparse=sparse), runtime=self._runtime
+                weights, graph, BackendOptions(n_blocks=1, max_batch=1, sparse=sparse), runtime=self._runtime
             )
             for sparse in (False, True)
         }
         zero = np.zeros(1, np.int32)
         self._batch = Batch(zero, zero, zero, zero[None], zero)
         self._many = CpuBackend(
-            weights, _products_graph(), BackendOptions(n_pages=1, max_batch=_MANY), runtime=self._runtime
+            weights, _products_graph(), BackendOptions(n_blocks=1, max_batch=_MANY), runtime=self._runtime
         )
         rows = N_LAYER * N_FF * 3 * row_bytes(TYPE, WIDTH)
         self._bytes = {False: rows, True: _ACTIVE * rows}

@@ -63,7 +63,8 @@ class SparsifySettings:
     vector_lr: of norms, biases and scales. price: initial price of an active neuron. guide: initial weight of
     the residual streams' distance. scored: share of the positions at which a step compares the distributions
     (the rows of logits take a fifth of its time). labels: weight of the text's next token in the target,
-    relative to the teacher's distribution. warmup: steps.
+    relative to the teacher's distribution. quantised: train the values that a file of the original's types
+    holds. warmup: steps.
     """
 
     activation: str = "relu"
@@ -80,6 +81,7 @@ class SparsifySettings:
     guide: float = 0.5
     scored: float = 1.0
     labels: float = 0.0
+    quantised: bool = False
     warmup: int = 20
     final_lr: float = 0.05
     seed: int = 0
@@ -224,7 +226,13 @@ class Training:
         self.base, self.teacher, self.texts = base, teacher, texts
         self.folder, self.settings = folder, settings
         self.process, self.n_processes = processes
-        self.student = Student(base, settings.activation, settings.rank, seed=settings.seed)  # type: ignore[arg-type]
+        self.student = Student(
+            base,
+            settings.activation,  # type: ignore[arg-type]
+            settings.rank,
+            seed=settings.seed,
+            quantised=settings.quantised,
+        )
         output = base.graph.ops[-1]
         assert isinstance(output, Linear)  # load_base rejects others
         self._output = output
@@ -365,6 +373,20 @@ class Training:
     def train_step(self) -> float:
         """Run one step of the optimizer; return the mean divergence, in nats per token."""
         started = time.perf_counter()
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")  # bfloat16 products, where the processor has them
+        try:
+            report = self._optimize()
+        finally:
+            torch.set_float32_matmul_precision(precision)
+        elapsed = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+        if self.n_processes > 1:  # all processes must end, and lower the learning rate, at the same step
+            torch.distributed.all_reduce(elapsed, torch.distributed.ReduceOp.MAX)
+        self.seconds += float(elapsed)
+        return float(report[0])
+
+    def _optimize(self) -> Tensor:
+        """Change the parameters once; return the mean divergence and the share of active neurons, [2]."""
         settings = self.settings
         tokens = self.windows()
         wanted = [x.to(self.base.device) for x in self.teacher.stream(tokens)]
@@ -399,11 +421,7 @@ class Training:
         self._share = float(report[1])
         self.price *= math.exp(_PRICE_STEP * (self._share - share_wanted) / share_wanted)
         self.step += 1
-        elapsed = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-        if self.n_processes > 1:  # all processes must end, and lower the learning rate, at the same step
-            torch.distributed.all_reduce(elapsed, torch.distributed.ReduceOp.MAX)
-        self.seconds += float(elapsed)
-        return float(report[0])
+        return report
 
     def _hidden(self, tokens: Tensor, stream: Tensor, compute: Compute | None = None) -> Tensor:
         """Return the output matrix's input, float32 [n_batch, n_tokens, n_embd], from the last stream."""

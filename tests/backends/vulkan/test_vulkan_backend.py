@@ -54,7 +54,7 @@ def test_bits_do_not_depend_on_the_schedule(gguf: GGUFFile, kv_type: Any) -> Non
     ids, others = tokens(70), tokens(40, seed=1)
     backend = vulkan(gguf, kv_type=kv_type)
     expected = logits_of(backend, ids, [], [3, 1])
-    reference = ReferenceBackend(gguf, stage_of(backend).graph, n_pages=8, kv_type=kv_type)
+    reference = ReferenceBackend(gguf, stage_of(backend).graph, n_blocks=8, kv_type=kv_type)
     close = np.abs(expected - logits_of(reference, ids, [], [3, 1])).max() / np.abs(expected).max()
     assert close < 3e-2  # the reference does not round inputs of products to eight bits
     for splits in ([64], [1, 2, 40, 66, 69]):
@@ -154,7 +154,7 @@ def test_adapters_next_to_others(gguf: GGUFFile, type_: GGMLType) -> None:
     parts = [(ids, 0, [0]), (ids[:9], 0, [1]), (ids[:20], 0, [2])]
     step = replace(batch(parts), adapter_scales=[both, (), scales_of(other)])
     assert isinstance(backend, WholeVulkan)
-    oracle = VulkanOracle(gguf, backend.adapters.graph, n_pages=8, max_batch=80)
+    oracle = VulkanOracle(gguf, backend.adapters.graph, n_blocks=8, max_batch=80)
     oracle.adapters = backend.adapters
     names = tuple(op.out.name for op in oracle.graph.primitives)
     tapped = backend.step(replace(step, taps=names))

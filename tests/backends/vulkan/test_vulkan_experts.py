@@ -77,7 +77,7 @@ def assert_the_same_bits(gguf: GGUFFile) -> None:
     assert route is not None
     ids, n_all = tokens(24), graph.n_layer * route.x.width
     expected = logits_of(vulkan(gguf), ids, STEPS, [2])
-    cpu = cpu_backend(gguf, graph, n_pages=8, max_batch=80, kv_type="f32", n_threads=2)
+    cpu = cpu_backend(gguf, graph, n_blocks=8, max_batch=80, kv_type="f32", n_threads=2)
     assert relative_error(expected, logits_of(cpu, ids, STEPS, [2])) < QUANTIZED_TOLERANCE
     for share in (0, 0.25, 0.5, 0.75, 1):
         n_slots = max(int(share * n_all), 1)

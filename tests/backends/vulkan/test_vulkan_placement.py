@@ -88,7 +88,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 def test_planned_bytes_equal_used_bytes(tmp_path: Path, kv_type: Any, options: dict[str, Any]) -> None:
     path = write_llama(tmp_path / "m.gguf", **options)
     with open_gguf(path) as gguf:
-        backend = vulkan(gguf, kv_type=kv_type, n_pages=12)
+        backend = vulkan(gguf, kv_type=kv_type, n_blocks=12)
         stage = stage_of(backend)
         facts = planning.model_facts(stage.graph, gguf.tensors, kv_type, 12, backend.max_batch)
         logits_of(backend, tokens(20), [1], [1])

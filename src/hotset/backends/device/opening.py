@@ -73,7 +73,7 @@ def open_chain(
             opened.callback(stages[-1].close)
         kind = opener.chain if runtime is None and len(stages) == 1 else ChainBackend
         chain = kind(
-            opener.name, stages, [piece.device for piece in pieces], n_pages=options.n_pages,
+            opener.name, stages, [piece.device for piece in pieces], n_blocks=options.n_blocks,
             max_batch=options.max_batch, runtime=runtime, notes=opener.notes,
         )  # fmt: skip
         chain.n_vocab = graph.n_vocab(weights.tensors)  # an encoder has no logits

@@ -62,7 +62,7 @@ class DeviceStage:
 
     def __init__(self, graph: Graph, options: BackendOptions, span: Span) -> None:
         self.graph, self.entering = span.of(graph)
-        self.n_layer, self.n_pages, self.max_batch = graph.n_layer, options.n_pages, options.max_batch
+        self.n_layer, self.n_blocks, self.max_batch = graph.n_layer, options.n_blocks, options.max_batch
         self.tapped: dict[str, np.ndarray] = {}  # taps of the latest step: name → [n_rows, width]
         self._is_served = False  # whether the CPU worker took part in the latest step
 

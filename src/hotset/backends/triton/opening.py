@@ -232,12 +232,12 @@ def host_workspace(
         for piece in pieces_of(graph, placement):
             is_on_host = piece.device == CPU
             if is_on_host:
-                small = replace(options, n_pages=1)
+                small = replace(options, n_blocks=1)
                 stage = CpuBackend(weights, graph, small, span=piece.span, runtime=runtime)
                 total += stage.buffer_bytes
                 stage.close()
                 continue
-            total += _exchanged_bytes(graph, options.n_pages, options.max_batch)
+            total += _exchanged_bytes(graph, options.n_blocks, options.max_batch)
             if share := _share(placement, piece, graph):
                 offload = _cpu_offload(
                     weights, graph, share, SIMULATED, options, worker, STREAM_FROM, runtime
@@ -253,12 +253,12 @@ def host_workspace(
     return total + _staged_bytes(placement, weights, graph)
 
 
-def _exchanged_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
+def _exchanged_bytes(graph: Graph, n_blocks: int, max_batch: int) -> int:
     """Return the host bytes for the inputs and outputs of one stage on a device.
 
     They are a step's numbers, the entering rows (looked up, and their copy), and the leaving rows.
     """
-    return FLOAT_BYTES * max_batch * (n_pages + 4 + 4 * graph.ops[0].out.width)
+    return FLOAT_BYTES * max_batch * (n_blocks + 4 + 4 * graph.ops[0].out.width)
 
 
 def _staged_bytes(placement: Placement, weights: StoredWeights, graph: Graph) -> int:

@@ -48,8 +48,8 @@ def placement_facts(model: ModelToPlace, devices: Sequence[str | Card]) -> Place
     settings, config = model.settings, model.config
     check_placeable(model)
     facts = model_facts(
-        model.graph, model.weights.tensors, mode=model.mode, kv_type=settings.kv_type, n_pages=model.n_pages,
-        max_batch=settings.max_batch,
+        model.graph, model.weights.tensors, mode=model.mode, kv_type=settings.kv_type,
+        n_blocks=model.n_blocks, max_batch=settings.max_batch,
     )  # fmt: skip
     facts = replace(facts, layers=_with_caches(facts, model.graph, model.weights, devices))
     of_cpu: dict[str, Any] = {"n_threads": settings.n_threads, "progress": settings.progress}

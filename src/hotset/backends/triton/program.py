@@ -32,7 +32,7 @@ from hotset.backends.decoded import decoded_vector
 from hotset.backends.triton.experts_fetch import Fetcher, FetchPlan
 from hotset.backends.triton.fallback import N_COUNTS, Entering, TokenThreshold
 from hotset.backends.triton.kernels import Kernels
-from hotset.backends.triton.kv import PagedCache, StepInputs
+from hotset.backends.triton.kv import BlockCache, StepInputs
 from hotset.backends.triton.stream import CopyStream, CpuWorkerRows
 from hotset.backends.triton.weights import DeviceWeights
 from hotset.errors import InvalidRequestError, UnsupportedModelError
@@ -193,7 +193,7 @@ class StageParts:
     """
 
     weights: DeviceWeights
-    cache: PagedCache
+    cache: BlockCache
     kernels: Kernels
     hot: dict[int, np.ndarray]
     cold: CpuWorkerProtocol | None
@@ -572,12 +572,12 @@ class Program:
         assert isinstance(main, Attention)
         assert heads.rope is not None
         rows, bias = self._weights.linear(*linears), self._weights.biases(linears)
-        (k_pages, v_pages), angles = self._cache.layers[main.layer], self._angles(heads.rope)
+        (k_blocks, v_blocks), angles = self._cache.layers[main.layer], self._angles(heads.rope)
         kind, n_head, out = heads.rope.kind, main.n_head, heads.q.id
 
         def run(f: RunningStep) -> None:
             f.values[out] = k.project_heads(
-                entered(f), rows, bias, angles(f), k_pages, v_pages, *_where(f), n_head=n_head, kind=kind
+                entered(f), rows, bias, angles(f), k_blocks, v_blocks, *_where(f), n_head=n_head, kind=kind
             )
 
         return run
@@ -690,7 +690,7 @@ class Program:
         for side, norm in (("q_norm", heads.q_norm), ("k_norm", heads.k_norm)):
             if norm is not None:
                 norms[side], norms["eps"] = self._weights.vector(norm.weight), norm.eps
-        k_pages, v_pages = self._cache.layers[main.layer]
+        k_blocks, v_blocks = self._cache.layers[main.layer]
         rope, is_stored = heads.rope, heads.q.id in self._projections
         angles = self._angles(rope) if rope else None
         kind = rope.kind if rope else "norm"
@@ -702,14 +702,14 @@ class Program:
             if not is_stored:
                 keys, values = (f.values[id] for id in ids[1:])
                 if angles is None:
-                    k.store_kv(keys, values, k_pages, v_pages, *where)
+                    k.store_kv(keys, values, k_blocks, v_blocks, *where)
                 else:
                     queries = k.rotate_store(
-                        queries, keys, values, angles(f), k_pages, v_pages, *where,
+                        queries, keys, values, angles(f), k_blocks, v_blocks, *where,
                         n_head=main.n_head, kind=kind, **norms,
                     )  # fmt: skip
             f.values[out] = k.attention(
-                queries, k_pages, v_pages, *where,
+                queries, k_blocks, v_blocks, *where,
                 n_head=main.n_head, scale=main.scale, window=main.window, softcap=main.softcap,
                 sinks=sinks,
             )  # fmt: skip
@@ -992,7 +992,7 @@ def _heads_of(group: Fused) -> _Heads:
 
 def _where(f: RunningStep) -> tuple[Tensor, Tensor, Tensor]:
     """Return the block tables, and the sequence and position of each token."""
-    return f.inputs.page_tables, f.inputs.sequences[: f.n], f.inputs.positions[: f.n]
+    return f.inputs.block_tables, f.inputs.sequences[: f.n], f.inputs.positions[: f.n]
 
 
 def _norm_of(group: Fused) -> Any:

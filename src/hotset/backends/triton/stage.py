@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.base import BLOCK_SIZE, Batch
 from hotset.backends.device.stage import NOTHING_SHARED, CpuShare, DeviceStage
 from hotset.backends.embedding import lookup
 from hotset.backends.stage import (
@@ -35,7 +35,7 @@ from hotset.backends.triton.experts import GpuExpertCache, can_hold
 from hotset.backends.triton.experts_fetch import Fetcher
 from hotset.backends.triton.fallback import N_COUNTS
 from hotset.backends.triton.kernels import Kernels
-from hotset.backends.triton.kv import OUTPUTS, PagedCache, StepInputs, StepOutputs
+from hotset.backends.triton.kv import OUTPUTS, BlockCache, StepInputs, StepOutputs
 from hotset.backends.triton.launch import compiled_first
 from hotset.backends.triton.options import DEFAULT_OPTIONS, GpuOptions
 from hotset.backends.triton.program import Call, CpuWorkerProtocol, Program, RunningStep, StageParts
@@ -112,9 +112,9 @@ class GpuStage(DeviceStage):
         with memory_errors(self.device, "loading the model", advice), current(self.device):
             self._counts = torch.zeros((self.n_layer, N_COUNTS), dtype=torch.int64, device=self.device)
             self._outputs = StepOutputs(self._counts, self.graph.result.width if self.has_output else 0)
-            self._cache = PagedCache(attention, self.n_pages, options.kv_type, self.device)
+            self._cache = BlockCache(attention, self.n_blocks, options.kv_type, self.device)
             widths = {value.id: value.width for value in entering}
-            self._inputs = StepInputs(self.max_batch, self.n_pages, widths, self.device)
+            self._inputs = StepInputs(self.max_batch, self.n_blocks, widths, self.device)
             self._add_experts(share.expert_slots, share.fetching)
             self._program(frozenset())
             if self.device.type == "cuda":
@@ -389,7 +389,7 @@ class GpuStage(DeviceStage):
                 self._programs.pop(next(key for key in self._programs if key))
             parts = StageParts(
                 self._weights, self._cache, self.kernels, self._hot, self.worker, self._counts, self._copies,
-                self._fetcher, n_ctx=self.n_pages * PAGE_SIZE, sparse=self.sparse,
+                self._fetcher, n_ctx=self.n_blocks * BLOCK_SIZE, sparse=self.sparse,
                 stream_bytes=self._stream_bytes, input_major=self._input_major,
             )  # fmt: skip
             self._programs[taps] = Program(self.graph, taps, parts)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.vulkan import candidates
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, InputShape
 from hotset.backends.vulkan.kernels import stride_of
@@ -169,9 +169,9 @@ def expert_cache_bytes(ffns: Sequence[Ffn], tensors: Mapping[str, TensorInfo], m
     return n_bytes + tables + routes + sum(exchange_bytes(ffns, max_batch)) + 2 * PAGE
 
 
-def cache_sizes(op: Attention, kv_type: KVType, n_pages: int) -> list[int]:
+def cache_sizes(op: Attention, kv_type: KVType, n_blocks: int) -> list[int]:
     """Return the bytes of a layer's keys and of its values, and for q8_0 of their float32 scales."""
-    per, places = KV_CHANNELS[kv_type], n_pages * op.n_head_kv * PAGE_SIZE
+    per, places = KV_CHANNELS[kv_type], n_blocks * op.n_head_kv * BLOCK_SIZE
     sizes = [16 * -(-dim // per) * places for dim in (op.head_dim, op.head_dim_v)]
     if kv_type == "q8_0":
         sizes += [4 * -(-dim // 32) * places for dim in (op.head_dim, op.head_dim_v)]
@@ -183,7 +183,7 @@ def state_bytes(op: Recurrent) -> int:
     return 4 * math.prod(op.state_shape)
 
 
-def cache_bytes(op: Primitive, kv_type: KVType, n_pages: int, n_states: int) -> int:
+def cache_bytes(op: Primitive, kv_type: KVType, n_blocks: int, n_states: int) -> int:
     """Return the device bytes of an operation's keys and values, or of its states."""
     if isinstance(op, NgramEmbed):  # the host computes it
         return 0
@@ -191,11 +191,11 @@ def cache_bytes(op: Primitive, kv_type: KVType, n_pages: int, n_states: int) -> 
         return planned_bytes(n_states * state_bytes(op))
     if not isinstance(op, Attention) or op.source is not None or kv_type not in KV_CHANNELS:
         return 0
-    return sum(map(planned_bytes, cache_sizes(op, kv_type, n_pages)))
+    return sum(map(planned_bytes, cache_sizes(op, kv_type, n_blocks)))
 
 
 def workspace_bytes(
-    graph: Graph, tensors: Mapping[str, TensorInfo], max_batch: int, n_pages: int, n_states: int
+    graph: Graph, tensors: Mapping[str, TensorInfo], max_batch: int, n_blocks: int, n_states: int
 ) -> int:
     """Return an upper bound on the workspace bytes of a stage with some layers of a graph.
 
@@ -206,17 +206,17 @@ def workspace_bytes(
     residual = Value(-1, graph.ops[0].out.width, "residual")
     sizes = [
         values,
-        InputShape.of(graph, residual, max_batch=max_batch, n_pages=n_pages, n_states=n_states).nbytes,
+        InputShape.of(graph, residual, max_batch=max_batch, n_blocks=n_blocks, n_states=n_states).nbytes,
         4 * OUTPUT_ROWS * stride_of(graph.result),
         4 * max_batch * stride_of(residual),  # the result of a part without the output
         candidates.scratch_bytes(graph.result.width, OUTPUT_ROWS),
-        *part_bytes(steps, max_batch, n_pages),
+        *part_bytes(steps, max_batch, n_blocks),
         rounded_bytes(steps, first_of_tail, max_batch, tensors),
     ]
     return sum(size + PAGE for size in sizes) + 2 * SPARE
 
 
-def dispatches(graph: Graph, tensors: Mapping[str, TensorInfo], n_pages: int) -> Counter[int]:
+def dispatches(graph: Graph, tensors: Mapping[str, TensorInfo], n_blocks: int) -> Counter[int]:
     """Count the dispatches for one token in each layer; NO_LAYER counts the others, with candidates."""
     counts: Counter[int] = Counter({NO_LAYER: len(candidates.n_chunks(graph.result.width))})
     rounded: Value | None = None
@@ -225,7 +225,7 @@ def dispatches(graph: Graph, tensors: Mapping[str, TensorInfo], n_pages: int) ->
             case Embed() | NgramEmbed() | PositionGain():
                 n = 0
             case Attention():
-                n = (2 if step.op.source is None else 0) + (2 if n_splits(n_pages) > 1 else 1)
+                n = (2 if step.op.source is None else 0) + (2 if n_splits(n_blocks) > 1 else 1)
             case ExpertSum():
                 n = 2
             case ShortConv():

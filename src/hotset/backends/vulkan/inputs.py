@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import PAGE_SIZE, Batch, check_states
+from hotset.backends.base import BLOCK_SIZE, Batch, check_states
 from hotset.backends.vulkan.kernels import stride_of
 from hotset.backends.vulkan.memory import BufferRange, aligned
 from hotset.model.graph import Graph
@@ -39,7 +39,7 @@ class InputShape:
     """
 
     max_batch: int
-    n_pages: int
+    n_blocks: int
     n_states: int
     ropes: tuple[Rope, ...]
     entering: Mapping[Value, int]
@@ -48,7 +48,7 @@ class InputShape:
 
     @classmethod
     def of(
-        cls, graph: Graph, entering: Value | None, *, max_batch: int, n_pages: int, n_states: int
+        cls, graph: Graph, entering: Value | None, *, max_batch: int, n_blocks: int, n_states: int
     ) -> InputShape:
         """Return the shape for a part of a graph. entering: its input value; None if it reads the tokens."""
         values = [op.out for op in graph.ops if isinstance(op, Embed | NgramEmbed | PositionGain)]
@@ -56,7 +56,7 @@ class InputShape:
         scans = (op for op in graph.recurrent if not isinstance(op, ShortConv | NgramEmbed))
         return cls(
             max_batch,
-            n_pages,
+            n_blocks,
             n_states if graph.recurrent else 0,
             tuple(dict.fromkeys(op.rope for op in graph.ops if isinstance(op, Rotate))),
             {value: stride_of(value) for value in values},
@@ -69,7 +69,7 @@ class InputShape:
         """Return the 32-bit words of each input of a batch, by its key in VulkanInputs."""
         most = self.max_batch
         words: dict[object, int] = {
-            "positions": 3 * most, "slots": most, "tables": most * self.n_pages, "outputs": OUTPUT_ROWS,
+            "positions": 3 * most, "slots": most, "tables": most * self.n_blocks, "outputs": OUTPUT_ROWS,
             "thresholded": most, "states": 4 * most if self.n_states else 1,
         }  # fmt: skip
         words |= {rope: most * rope.n_rot for rope in self.ropes}
@@ -87,14 +87,14 @@ class VulkanInputs:
 
     "positions": uint32 [3, max_batch]: each token's position, its sequence's row in "tables", and the last
     position of its sequence. "slots": uint32 [max_batch], cache slots of the tokens. "tables": uint32
-    [max_batch, n_pages]. "outputs": uint32 [OUTPUT_ROWS]. "thresholded": float32 [max_batch]. "states":
+    [max_batch, n_blocks]. "outputs": uint32 [OUTPUT_ROWS]. "thresholded": float32 [max_batch]. "states":
     uint32 [4, max_batch] (csrc/vulkan/shaders/states.glsl). A Rope: angles, float32 [max_batch, n_rot / 2,
     2]. An entering Value: its rows, float32 [max_batch, stride]. ("heads", n) and ("tiles", n): uint32 [3],
     the workgroups of a split attention with n heads, and of a scan with n tiles (tiles_of).
     """
 
     def __init__(self, device: _core.VulkanDevice, shape: InputShape) -> None:
-        self._max_batch, self._n_pages, self._n_states = shape.max_batch, shape.n_pages, shape.n_states
+        self._max_batch, self._n_blocks, self._n_states = shape.max_batch, shape.n_blocks, shape.n_states
         sizes = shape.words
         self.buffer = device.allocate(shape.nbytes, "to_device")
         self.nbytes = self.buffer.reserved
@@ -128,7 +128,7 @@ class VulkanInputs:
         n = len(batch.tokens)
         # Renumber the sequences: the caller may have more of them than a step has tokens.
         used, own = np.unique(batch.sequences, return_inverse=True)
-        width = min(int(batch.positions.max()) // PAGE_SIZE + 1, self._n_pages)
+        width = min(int(batch.positions.max()) // BLOCK_SIZE + 1, self._n_blocks)
         first = np.flatnonzero(np.append(True, batch.sequences[1:] != batch.sequences[:-1]))
         lengths = np.diff(np.append(first, n))
         if self._n_states:
@@ -137,7 +137,7 @@ class VulkanInputs:
         last = batch.positions[first + lengths - 1]
         positions[:, :n] = batch.positions, own.reshape(-1), np.repeat(last, lengths)
         self._words["slots"][:n] = slots
-        self._words["tables"].reshape(-1, self._n_pages)[: len(used), :width] = batch.page_tables[
+        self._words["tables"].reshape(-1, self._n_blocks)[: len(used), :width] = batch.block_tables[
             used, :width
         ]
         flags = np.zeros(n, np.float32) if batch.thresholded is None else batch.thresholded

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.cpu.worker import split_ffns
 from hotset.backends.stage import BackendOptions
 from hotset.backends.vulkan import budget
@@ -119,7 +119,7 @@ def measure_now(info: VulkanInfo) -> VulkanRates:
 
 def _seconds_of(info: VulkanInfo, model: tuple[HeldWeights, Graph]) -> float:
     """Return the median seconds of a recorded step with one token."""
-    options = BackendOptions(n_pages=1, max_batch=1)
+    options = BackendOptions(n_blocks=1, max_batch=1)
     with contextlib.closing(VulkanStage(*model, OpenDevice.of(info), options)) as stage:
         stage.rerun()
         return median_seconds(stage.rerun, _SECONDS)
@@ -182,7 +182,7 @@ def placement_facts(to_place: ModelToPlace, devices: Sequence[str | Card]) -> Pl
     graph, tensors, settings = to_place.graph, to_place.weights.tensors, to_place.settings
     names = list(map(str, devices))
     infos = [find_device(name) for name in names]
-    sizes = settings.kv_type, to_place.n_pages, settings.max_batch
+    sizes = settings.kv_type, to_place.n_blocks, settings.max_batch
     counted = partial(
         model_facts, graph, tensors, *sizes, mode=to_place.mode, n_states=to_place.n_states
     )  # fmt: skip
@@ -274,7 +274,7 @@ def model_facts(
     graph: Graph,
     tensors: Mapping[str, TensorInfo],
     kv_type: KVType,
-    n_pages: int,
+    n_blocks: int,
     max_batch: int,
     *,
     mode: FFNMode = "dense",
@@ -289,7 +289,7 @@ def model_facts(
     parts: dict[int, list[Primitive]] = {}
     for op in graph.primitives:
         parts.setdefault(op.layer, []).append(op)
-    n_kernels = budget.dispatches(graph, tensors, n_pages)
+    n_kernels = budget.dispatches(graph, tensors, n_blocks)
     n_ff = {op.layer: op.n_ff for op in graph.ops if isinstance(op, Ffn) and not op.shared}
     split = {} if mode == "dense" else split_ffns(graph)
     moe = cached or {}
@@ -299,7 +299,7 @@ def model_facts(
         n_kernels[i] += _SUBMIT_KERNELS
     layers = []
     for i in range(graph.n_layer):
-        layer = _layer(parts.get(i, []), tensors, kv_type, (n_pages, n_states), n_ff.get(i, 0), n_kernels[i])
+        layer = _layer(parts.get(i, []), tensors, kv_type, (n_blocks, n_states), n_ff.get(i, 0), n_kernels[i])
         layer = _with_neurons(layer, split.get(i), tensors, mode)
         if i in layouts:
             layer = _with_cache(layer, moe[i], tensors, layouts[i])
@@ -310,7 +310,7 @@ def model_facts(
         if (what := budget.missing_kernel(op, tensors, kv_type)) is not None:
             raise refused(op.out.name, what)
     weights = sum(budget.weight_bytes(op, tensors) for op in output)
-    workspace = budget.workspace_bytes(graph, tensors, max_batch, n_pages, n_states)
+    workspace = budget.workspace_bytes(graph, tensors, max_batch, n_blocks, n_states)
     if moe:
         workspace += budget.expert_cache_bytes(list(moe.values()), tensors, max_batch)
     return ModelFacts(
@@ -355,7 +355,7 @@ def _layer(
     n_ff: int,
     n_kernels: int,
 ) -> LayerFacts:
-    n_pages, n_states = cache
+    n_blocks, n_states = cache
     missing = next(filter(None, (budget.missing_kernel(op, tensors, kv_type) for op in ops)), None)
     fixed = kv = kv_read = idle = 0
     for op in ops:
@@ -367,11 +367,11 @@ def _layer(
             all_bytes = sum(tensors[name].nbytes for name in op.matrices)
             counted = all_bytes if missing is not None else budget.matrix_bytes(op, tensors)
             idle += counted - all_bytes * op.n_used // op.n_expert
-        kv += budget.cache_bytes(op, kv_type, n_pages, n_states)
+        kv += budget.cache_bytes(op, kv_type, n_blocks, n_states)
         if isinstance(op, Recurrent):  # a state is read and written once
             kv_read += 2 * budget.state_bytes(op)
         if isinstance(op, Attention):
-            n_tokens = n_pages * PAGE_SIZE
+            n_tokens = n_blocks * BLOCK_SIZE
             kv_read += int(op.n_visible(n_tokens // 2 - 1)) * kv_bytes(op, kv_type)
     return LayerFacts(
         n_ff, 0, fixed, 0, 0, kv, kv_read, 0, 0, idle_bytes=idle, n_kernels=n_kernels, missing=missing

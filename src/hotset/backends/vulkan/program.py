@@ -14,7 +14,7 @@ from itertools import count
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import N_CANDIDATES, PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE, N_CANDIDATES
 from hotset.backends.vulkan import candidates
 from hotset.backends.vulkan.adapters import DeviceAdapters
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT, VulkanInputs
@@ -127,7 +127,7 @@ class VulkanParts:
     states: Mapping[int, BufferRange]
     kv_type: KVType
     max_batch: int
-    n_pages: int
+    n_kv_blocks: int
     shared: SharedLayers | None = None
 
 
@@ -170,7 +170,7 @@ class RecordedGraph:
         )
         self._adapters = adapters
         self._cache, self.states, self._kv_type = parts.cache, parts.states, parts.kv_type
-        self.max_batch, self._n_pages, self._shared = parts.max_batch, parts.n_pages, parts.shared
+        self.max_batch, self._n_kv_blocks, self._shared = parts.max_batch, parts.n_kv_blocks, parts.shared
         if parts.shared is not None:
             parts.shared.check_taps(graph.ffns, taps)
         steps, first_of_tail = steps_of(graph, taps, parts.shared)
@@ -266,7 +266,7 @@ class RecordedGraph:
         logits = self._kernels.device.allocate(n_logits, "from_device")
         self._on_host = BufferRange(logits, 0, n_logits)
         self._pieces.setdefault(result.id, self._on_host)  # rows of a tail are copied there later
-        of_splits, of_operations = part_bytes(steps, self.max_batch, self._n_pages)
+        of_splits, of_operations = part_bytes(steps, self.max_batch, self._n_kv_blocks)
         of_candidates = candidates.scratch_bytes(result.width, n_rows) if result.id in self._of_tail else 0
         n_bytes = max(of_operations, of_candidates, *(self._bytes_of_low_rank(step.op) for step in steps))
         device = self._kernels.device
@@ -282,7 +282,7 @@ class RecordedGraph:
     @property
     def _n_splits(self) -> int:
         """Return the splits of the longest context."""
-        return n_splits(self._n_pages)
+        return n_splits(self._n_kv_blocks)
 
     def _piece(self, value: Value) -> BufferRange:
         return self._pieces[value.id] if value.id in self._pieces else self.inputs[value]
@@ -734,7 +734,7 @@ class RecordedGraph:
         constants = [code, op.head_dim, op.head_dim_v, sinks is not None]
         others = slopes is not None, op.softcap > 0
         push = (
-            op.n_head, op.n_head_kv, stride_of(op.q), stride_of(op.out), self._n_pages, self.max_batch,
+            op.n_head, op.n_head_kv, stride_of(op.q), stride_of(op.out), self._n_kv_blocks, self.max_batch,
             *visible, self._n_splits, op.scale, op.softcap,
         )  # fmt: skip
         stored = (
@@ -863,9 +863,9 @@ def steps_of(
     return steps, next(tail, len(steps))
 
 
-def n_splits(n_pages: int) -> int:
+def n_splits(n_kv_blocks: int) -> int:
     """Return the number of running softmaxes for the longest context."""
-    return -(-n_pages * PAGE_SIZE // SPLIT)
+    return -(-n_kv_blocks * BLOCK_SIZE // SPLIT)
 
 
 def places_of(
@@ -905,7 +905,7 @@ def places_of(
     return places, size
 
 
-def part_bytes(steps: list[FusedStep], max_batch: int, n_pages: int) -> tuple[int, int]:
+def part_bytes(steps: list[FusedStep], max_batch: int, n_kv_blocks: int) -> tuple[int, int]:
     """Return two byte counts of scratch memory.
 
     The first is for the partial results of the largest split attention; 0 if a context is one split. The
@@ -913,7 +913,7 @@ def part_bytes(steps: list[FusedStep], max_batch: int, n_pages: int) -> tuple[in
     """
     attention = [step.op for step in steps if isinstance(step.op, Attention)]
     largest = max((op.n_head * (op.head_dim_v + 2) for op in attention), default=0)
-    splits = n_splits(n_pages)
+    splits = n_splits(n_kv_blocks)
     of_splits = 4 * min(FEW, max_batch) * largest * splits if splits > 1 else 0
     experts = (step.op.n_used * step.out.width for step in steps if isinstance(step.op, ExpertSum))
     of_scans = (scratch_bytes(step.op, max_batch) for step in steps)

@@ -126,7 +126,7 @@ class VulkanStage(DeviceStage):
         self._inputs = VulkanInputs(
             self._device,
             InputShape.of(
-                self.graph, self.entering, max_batch=self.max_batch, n_pages=self.n_pages,
+                self.graph, self.entering, max_batch=self.max_batch, n_blocks=self.n_blocks,
                 n_states=self.n_states,
             ),
         )  # fmt: skip
@@ -145,7 +145,7 @@ class VulkanStage(DeviceStage):
             self._shared = SharedLayers(self._device, self.graph, share.hot, self.experts, worker)
         self._parts = VulkanParts(
             self.matrices, self._kernels, self._inputs, self.cache, self._states, self.kv_type,
-            self.max_batch, self.n_pages, self._shared,
+            self.max_batch, self.n_blocks, self._shared,
         )  # fmt: skip
         self._lowered: dict[tuple[frozenset[str], bool], RecordedGraph] = {}  # taps, with adapters
         self._adapters = AdapterSet(self.graph, weights.tensors)
@@ -179,7 +179,7 @@ class VulkanStage(DeviceStage):
             for op in self.graph.recurrent
             if not isinstance(op, NgramEmbed)
         }
-        self.page_nbytes = sum(part.size for part in self._page_parts()) // self.n_pages
+        self.block_nbytes = sum(part.size for part in self._block_parts()) // self.n_blocks
         of_device = sum(part.size for part in self._states.values()) // max(self.n_states, 1)
         self.state_nbytes = of_device + sum(backend.state_nbytes for backend in self._ngrams.values())
 
@@ -238,7 +238,7 @@ class VulkanStage(DeviceStage):
         if self.entering is not None and x is not None:
             rows[self.entering] = on_host(x)
         # Without n_vocab: the chain has checked the tokens.
-        slots = cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=None)
+        slots = cache_slots(batch, max_batch=self.max_batch, n_blocks=self.n_blocks, n_vocab=None)
         self._cancel.requested = False
         if self.experts is not None:
             self.experts.begin_step()
@@ -350,7 +350,7 @@ class VulkanStage(DeviceStage):
 
     # ---- copies of KV blocks and states ----
 
-    def _page_parts(self) -> list[BufferRange]:
+    def _block_parts(self) -> list[BufferRange]:
         """Return the keys, values and scales of all layers, each range once."""
         caches = {id(cache): cache for cache in self.cache.values()}.values()
         parts = [(cache.keys, cache.values, cache.key_scales, cache.value_scales) for cache in caches]
@@ -372,13 +372,13 @@ class VulkanStage(DeviceStage):
             at += size
         return at
 
-    def read_page(self, page: int) -> bytes:
-        """Read a KV block, as CacheMemory.read_page."""
-        return b"".join(self._read(part, page, self.n_pages) for part in self._page_parts())
+    def read_block(self, block: int) -> bytes:
+        """Read a KV block, as CacheMemory.read_block."""
+        return b"".join(self._read(part, block, self.n_blocks) for part in self._block_parts())
 
-    def write_page(self, page: int, data: bytes) -> None:
-        """Write a KV block, as CacheMemory.write_page."""
-        self._write(self._page_parts(), page, self.n_pages, data)
+    def write_block(self, block: int, data: bytes) -> None:
+        """Write a KV block, as CacheMemory.write_block."""
+        self._write(self._block_parts(), block, self.n_blocks, data)
 
     def read_state(self, slot: int) -> bytes:
         """Read a state, as CacheMemory.read_state."""
@@ -470,7 +470,7 @@ class VulkanStage(DeviceStage):
         Raises UnsupportedModelError if the device cannot bind them at a time.
         """
         check_cache(op, self.kv_type)
-        sizes = cache_sizes(op, self.kv_type, self.n_pages)
+        sizes = cache_sizes(op, self.kv_type, self.n_blocks)
         if max(sizes) > self._device.max_range:
             raise UnsupportedModelError(
                 f"the keys or values of a layer take {max(sizes) >> 20} MiB, and the device binds "
