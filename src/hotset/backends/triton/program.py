@@ -42,43 +42,27 @@ from hotset.model.operations import (
     PARTS,
     Activate,
     Add,
-    AddStreams,
     Attention,
-    ChannelScan,
-    DeltaNet,
     Embed,
     ExpertLinear,
     ExpertSum,
     Ffn,
     GaussianTopK,
-    HeadDot,
-    Heads,
-    HyperConnection,
     LayerNorm,
     Linear,
-    LowRank,
     Mask,
-    MatchMagnitude,
     Multiply,
-    NgramEmbed,
-    PoolBlocks,
     PositionGain,
     RMSNorm,
     Rope,
     Rotate,
     Route,
     Scale,
-    SelectiveScan,
     SelectOutputs,
-    ShortConv,
-    SimilarityGate,
     SoftCap,
     Threshold,
-    TransposedHeads,
     TransposedLinear,
-    UnitNorm,
     Value,
-    Wkv,
     has_zeros,
     one_matrix,
 )
@@ -384,9 +368,7 @@ class Program:
         kind: Any = {Attention: "attention", SelectOutputs: "outputs"}.get(type(main), "")
         return [Call(self._lower(group), layer, part, reads, outs, inside, kind)]
 
-    def _lower(  # noqa: C901 - a case for each operation
-        self, group: Fused
-    ) -> Callable[[RunningStep], None]:
+    def _lower(self, group: Fused) -> Callable[[RunningStep], None]:
         main = group.ops[-1]
         if group.linears:
             return self._linears(group)
@@ -396,11 +378,6 @@ class Program:
         match main:
             case Embed():
                 return lambda f: f.values.__setitem__(out, f.inputs.vectors[out][: f.n])
-            case (
-                NgramEmbed() | ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv()
-                | PoolBlocks() | HeadDot() | SimilarityGate()
-            ):  # fmt: skip
-                raise UnsupportedModelError("recurrent layers are computed on the CPU; use device='cpu'")
             case SelectOutputs():
                 x = main.x.id
                 return lambda f: f.values.__setitem__(out, f.values[x].index_select(0, f.outputs))
@@ -419,17 +396,6 @@ class Program:
             ):  # fmt: skip
                 compute = self._elementwise(main)
                 return lambda f: f.values.__setitem__(out, compute(f.values))
-            case AddStreams() | MatchMagnitude() | HyperConnection() | LowRank():
-                raise UnsupportedModelError(
-                    "several residual streams, and adapters (LoRA), are computed on the CPU; use device='cpu'"
-                )
-            case UnitNorm():
-                raise UnsupportedModelError(
-                    "norms without weights (of values, as in Gemma 4) are computed on the CPU; use "
-                    "device='cpu'"
-                )
-            case Heads() | TransposedHeads():
-                raise UnsupportedModelError("latent attention is computed on the CPU; use device='cpu'")
             case Route() | ExpertLinear() | ExpertSum():
                 # Parts of an FFN that is not fused, because of a tap or predictors of experts.
                 raise UnsupportedModelError(
