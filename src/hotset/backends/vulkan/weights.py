@@ -58,7 +58,7 @@ class VulkanWeights(KeptWeights[BufferRange]):
     def __init__(
         self, source: WeightSource, device: _core.VulkanDevice, beside: VulkanWeights | None = None
     ) -> None:
-        super().__init__(source, beside and beside.kept)
+        super().__init__(source, None if beside is None else beside.kept)
         self._max_range = int(device.max_range)
         self.tensors = source.tensors
         self.arena = BufferArena(device)
