@@ -50,7 +50,7 @@ class Scripted:
     speeds: list[float]
     entry: dict[str, Any] = field(default_factory=dict)
 
-    def bench(self, job: Job) -> dict[str, dict[str, Any]]:  # noqa: ARG002
+    def bench(self, job: Job) -> dict[str, dict[str, Any]]:
         if not self.speeds:
             raise ProgramFailed(f"{self.name} does not know this model")
         return {"tg": {"samples_ts": [self.speeds.pop(0)]} | self.entry}
@@ -191,7 +191,7 @@ def test_depth_is_an_option_or_a_prompt(
 
 
 def test_models_are_found_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headline, "on_this_machine", lambda: [])
+    monkeypatch.setattr(headline, "on_this_machine", list)
     for name, layers in (("a.gguf", 28), ("b.gguf", 5)):
         writer = GGUFWriter(tmp_path / name, "qwen2")
         writer.add("qwen2.block_count", layers)

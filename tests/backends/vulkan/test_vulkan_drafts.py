@@ -98,7 +98,7 @@ def test_weights_are_loaded_once(tmp_path: Path) -> None:
         assert answers(model) == expected
         assert model.thread.counters().accepted_tokens > 0
         assert isinstance(model.backend, WholeVulkan)
-        theirs, ours = (stage.matrices.matrices for stage in model.backend.stage.opened.stages)
+        theirs, ours = (stage.matrices.kept for stage in model.backend.stage.opened.stages)
         assert {key for key in theirs if ours.get(key) is theirs[key]} == set(theirs)
         assert {"svd_a", "svd_b"} == {str(key[0]).split(".")[2] for key in ours.keys() - theirs.keys()}
 
