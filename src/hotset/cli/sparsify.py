@@ -99,14 +99,6 @@ class AdapterOptions:
         float,
         typer.Option("--scored", help="Share of positions whose logits count.", rich_help_panel=_TRAINING),
     ] = 1.0
-    quantised: Annotated[
-        bool,
-        typer.Option(
-            "--quantised",
-            help="Train with the matrices as the original's types store them.",
-            rich_help_panel=_TRAINING,
-        ),
-    ] = False
     guide: Annotated[
         float,
         typer.Option(
@@ -140,7 +132,6 @@ class AdapterOptions:
             activation=self.activation, rank=self.lora or 0, linear=linear, idle=self.idle,
             n_tokens=self.tokens, hours=hours, n_ctx=self.n_ctx, batch=self.batch, lr=lr,
             vector_lr=vector_lr, labels=self.labels, scored=self.scored, guide=self.guide, seed=self.seed,
-            quantised=self.quantised,
         )  # fmt: skip
 
 
