@@ -35,10 +35,6 @@ class Anatomy:
     ffn: float
     attention: float
 
-    def at_best(self, streaming: float, gathering: float) -> float:
-        """Return tokens per second if only memory at these rates (bytes per second) took time."""
-        return 1 / (self.streamed / streaming + self.gathered / gathering)
-
 
 def decode(model: Model, tokens: Sequence[int]) -> tuple[list[float], list[StepStats]]:
     """Decode the tokens one by one, directly with the backend; return seconds and statistics of each step."""

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compare_sparse import EVAL
 from ledger import PATIENCE, Ledger, run_within
-from peers import print_table
+from peers import EVAL, print_table
 from ruler import facts, median_of
 from synthetic import SHAPES, Kind, Shape, write_sparse_model
 

@@ -110,7 +110,7 @@ def test_an_option_without_effect_changes_nothing_and_is_reported(model: Path) -
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("-fa", "off"), "attention is always fused; 'off' is none of on"),
+        (("-fa", "off"), "attention is always fused; 'off' is not one of on"),
         (("-ctv", "q5_1"), "--cache-type-v: it must be one of f16, q8_0, q4_0, not 'q5_1'"),
         (("-ot", "attn=CPU"), "--n-gpu-layers"),
         (("-ot", "exps=CUDA0"), "--n-gpu-layers"),

@@ -62,6 +62,11 @@ class Batch:
     adapter_scales: Sequence[AdapterScales] | None = None
     wants_candidates: bool = False
 
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first token and the number of tokens of each sequence, in order: int64 [n] each."""
+        first = np.flatnonzero(np.append(True, self.sequences[1:] != self.sequences[:-1]))
+        return first, np.diff(first, append=len(self.sequences))
+
     def with_states_of_rows(self, steps: int | np.ndarray, slots: np.ndarray | None = None) -> Batch:
         """Return the batch with states for callers that keep none: each row uses two slots in turn.
 
@@ -73,8 +78,8 @@ class Batch:
         if slots is None:
             slots = np.arange(2 * n, dtype=np.int32).reshape(n, 2)
         states = slots[np.arange(n), 1 - turn]
-        last = np.flatnonzero(np.append(self.sequences[1:] != self.sequences[:-1], True))
-        first = np.append(0, last[:-1] + 1)
+        first, lengths = self.runs()
+        last = first + lengths - 1
         states[self.sequences[first][self.positions[first] == 0]] = -1
         saves = np.full(len(self.tokens), -1, np.int32)
         saves[last] = slots[self.sequences[last], turn[self.sequences[last]]]

@@ -209,7 +209,7 @@ def _fastest(facts: PlacementFacts, *, anew: bool) -> Placement:
 def _solved(facts: PlacementFacts, *, anew: bool) -> Placement:
     """Return the placement of these facts, from the store's cache if they were solved before.
 
-    `anew` ignores the stored solution.
+    anew: ignore the stored solution.
     """
     asked = (facts.model, rates_of(facts), list(facts.devices), facts.n_gpu_layers, facts.split_neurons)
     digest = hashlib.sha256(repr(asked).encode())

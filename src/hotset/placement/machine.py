@@ -282,7 +282,7 @@ def once(
     """Return the stored measurement under a key, or measure and store it.
 
     kept: converts the stored entry; it raises if the entry is damaged or from another version. said: the
-    message before measuring. path: the file; None: machine_file(). `anew` ignores the stored entry.
+    message before measuring. path: the file; None: machine_file(). anew: ignore the stored entry.
     """
     path = path or machine_file()
     if not anew:

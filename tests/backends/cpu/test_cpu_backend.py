@@ -84,9 +84,8 @@ def test_the_same_bits_far_into_a_context(mixed: GGUFFile, kv_type: str) -> None
     options = {"n_blocks": 21, "max_batch": 512, "kv_type": kv_type}
     expected = logits_of(cpu(mixed, n_threads=1, **options), ids, [512, 1024], blocks)
     splits = [500, 1000, *range(1250, 1300)]
-    np.testing.assert_array_equal(
-        logits_of(cpu(mixed, n_threads=3, **options), ids, splits, blocks), expected
-    )
+    found = logits_of(cpu(mixed, n_threads=3, **options), ids, splits, blocks)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_more_threads_than_cores_change_nothing(mixed: GGUFFile) -> None:

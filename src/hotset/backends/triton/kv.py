@@ -78,7 +78,7 @@ class StepInputs:
 
     positions, sequences, outputs: int32 [max_batch]. thresholded: int32 [max_batch], not 0 if small values of
     the token count as zero. block_tables: int32 [max_batch, n_blocks], a row per sequence of the step.
-    vectors: float32 [max_batch, width], by the id of the graph's value. copies: a test's copies.
+    vectors: float32 [max_batch, width], by the id of the graph's value. copies: for tests.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class StepInputs:
             rows = batch.sequences
             numbers[1, 0] = 0
         else:
-            begins = np.flatnonzero(np.diff(batch.sequences, prepend=-1))
-            rows = batch.sequences[begins]
-            numbers[1, :n] = np.repeat(np.arange(len(rows)), np.diff(begins, append=n))
+            first, lengths = batch.runs()
+            rows = batch.sequences[first]
+            numbers[1, :n] = np.repeat(np.arange(len(rows)), lengths)
         self._fill_tables(batch, rows)
         end = 4 * numbers.shape[1]  # end of the words that one copy transfers
         for id, values in vectors.items():

@@ -107,7 +107,7 @@ def measure(
 ) -> DeviceRates:
     """Return the rates of a device next to this CPU.
 
-    `anew`: measure them again, even if they are kept.
+    anew: measure them again, even if they are stored.
 
     A Card is estimated. A simulated GPU has the rates of machine.STAND_IN. path: the file that keeps the
     rates. Raises DeviceError for a missing device.

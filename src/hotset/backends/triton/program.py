@@ -21,12 +21,14 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol, assert_never
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hotset.backends.decoded import decoded_vector
 from hotset.backends.triton.experts_fetch import Fetcher, FetchPlan
 from hotset.backends.triton.fallback import N_COUNTS, Entering, TokenThreshold
 from hotset.backends.triton.kernels import Kernels
@@ -40,43 +42,27 @@ from hotset.model.operations import (
     PARTS,
     Activate,
     Add,
-    AddStreams,
     Attention,
-    ChannelScan,
-    DeltaNet,
     Embed,
     ExpertLinear,
     ExpertSum,
     Ffn,
     GaussianTopK,
-    HeadDot,
-    Heads,
-    HyperConnection,
     LayerNorm,
     Linear,
-    LowRank,
     Mask,
-    MatchMagnitude,
     Multiply,
-    NgramEmbed,
-    PoolBlocks,
     PositionGain,
     RMSNorm,
     Rope,
     Rotate,
     Route,
     Scale,
-    SelectiveScan,
     SelectOutputs,
-    ShortConv,
-    SimilarityGate,
     SoftCap,
     Threshold,
-    TransposedHeads,
     TransposedLinear,
-    UnitNorm,
     Value,
-    Wkv,
     has_zeros,
     one_matrix,
 )
@@ -382,9 +368,7 @@ class Program:
         kind: Any = {Attention: "attention", SelectOutputs: "outputs"}.get(type(main), "")
         return [Call(self._lower(group), layer, part, reads, outs, inside, kind)]
 
-    def _lower(  # noqa: C901 - a case for each operation
-        self, group: Fused
-    ) -> Callable[[RunningStep], None]:
+    def _lower(self, group: Fused) -> Callable[[RunningStep], None]:
         main = group.ops[-1]
         if group.linears:
             return self._linears(group)
@@ -394,11 +378,6 @@ class Program:
         match main:
             case Embed():
                 return lambda f: f.values.__setitem__(out, f.inputs.vectors[out][: f.n])
-            case (
-                NgramEmbed() | ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv()
-                | PoolBlocks() | HeadDot() | SimilarityGate()
-            ):  # fmt: skip
-                raise UnsupportedModelError("recurrent layers are computed on the CPU; use device='cpu'")
             case SelectOutputs():
                 x = main.x.id
                 return lambda f: f.values.__setitem__(out, f.values[x].index_select(0, f.outputs))
@@ -417,17 +396,6 @@ class Program:
             ):  # fmt: skip
                 compute = self._elementwise(main)
                 return lambda f: f.values.__setitem__(out, compute(f.values))
-            case AddStreams() | MatchMagnitude() | HyperConnection() | LowRank():
-                raise UnsupportedModelError(
-                    "several residual streams, and adapters (LoRA), are computed on the CPU; use device='cpu'"
-                )
-            case UnitNorm():
-                raise UnsupportedModelError(
-                    "norms without weights (of values, as in Gemma 4) are computed on the CPU; use "
-                    "device='cpu'"
-                )
-            case Heads() | TransposedHeads():
-                raise UnsupportedModelError("latent attention is computed on the CPU; use device='cpu'")
             case Route() | ExpertLinear() | ExpertSum():
                 # Parts of an FFN that is not fused, because of a tap or predictors of experts.
                 raise UnsupportedModelError(
@@ -478,7 +446,7 @@ class Program:
 
     def _norm_weight(self, op: RMSNorm | LayerNorm) -> Tensor:
         if op.weight is None:
-            return self._weights.tensor(("ones", op.x.width), np.ones(op.x.width, np.float32))
+            return self._weights.made(("ones", op.x.width), lambda: np.ones(op.x.width, np.float32))
         return self._weights.vector(op.weight)
 
     def _norm(self, op: RMSNorm | LayerNorm) -> Callable[[Tensor, TokenThreshold | None], Tensor]:
@@ -650,7 +618,7 @@ class Program:
     def _position_gain(self, op: PositionGain) -> Callable[[RunningStep], None]:
         """Look up the gain of each token in a table with one entry for each length of the context."""
         firsts = np.arange(-(-self._n_ctx // op.length)) * op.length
-        table = self._weights.tensor(("gain", op.beta, op.length), position_gain(op, firsts))
+        table = self._weights.made(("gain", op.beta, op.length), lambda: position_gain(op, firsts))
         out = op.out.id
 
         def run(f: RunningStep) -> None:
@@ -948,8 +916,10 @@ class Program:
                 continue
             given[name] = self._weights.hot_rows(op, indices)
             if op.bias is not None:
-                bias = self._weights.host_vector(op.bias)[op.first_row + indices]
-                given[f"{name}_bias"] = self._weights.tensor((op.bias, op.first_row, "hot"), bias)
+                bias = decoded_vector(self._weights.source, op.bias)[op.first_row + indices]
+                given[f"{name}_bias"] = self._weights.once(
+                    (op.bias, op.first_row, "hot"), partial(self._weights.upload, bias)
+                )
         return given
 
     # ---- small things ----

@@ -127,15 +127,14 @@ class VulkanInputs:
         """
         n = len(batch.tokens)
         # Renumber the sequences: the caller may have more of them than a step has tokens.
-        used, own = np.unique(batch.sequences, return_inverse=True)
+        first, lengths = batch.runs()
+        used, own = batch.sequences[first], np.repeat(np.arange(len(first)), lengths)
         width = min(int(batch.positions.max()) // BLOCK_SIZE + 1, self._n_blocks)
-        first = np.flatnonzero(np.append(True, batch.sequences[1:] != batch.sequences[:-1]))
-        lengths = np.diff(np.append(first, n))
         if self._n_states:
             self._fill_states(batch, first, lengths)
         positions = self._words["positions"].reshape(3, -1)
         last = batch.positions[first + lengths - 1]
-        positions[:, :n] = batch.positions, own.reshape(-1), np.repeat(last, lengths)
+        positions[:, :n] = batch.positions, own, np.repeat(last, lengths)
         self._words["slots"][:n] = slots
         self._words["tables"].reshape(-1, self._n_blocks)[: len(used), :width] = batch.block_tables[
             used, :width

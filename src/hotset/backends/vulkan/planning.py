@@ -20,6 +20,7 @@ import numpy as np
 
 from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.cpu.worker import split_ffns
+from hotset.backends.device.planning import within_budget
 from hotset.backends.stage import BackendOptions
 from hotset.backends.vulkan import budget
 from hotset.backends.vulkan.autotune import WIDTH, device_key, products
@@ -28,7 +29,7 @@ from hotset.backends.vulkan.experts import cached_layers
 from hotset.backends.vulkan.kernels import shaders_digest
 from hotset.backends.vulkan.report import VulkanRates
 from hotset.backends.vulkan.stage import OpenDevice, VulkanStage
-from hotset.errors import OutOfMemoryError, UnsupportedModelError
+from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.load_parameters import KVType
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
     from hotset.placement.cards import Card
     from hotset.reporter import Reporter
 
-KEPT_FREE = 256 << 20  # bytes of a device that stay free without a budget
 _SHARE_OF_SHARED = 0.75  # of the host's free memory, for a device that shares it
 _N_ROWS = 8192  # rows of the measured matrices, 19 MB each
 _MOST = 16  # measured matrices, more than caches hold
@@ -260,14 +260,7 @@ def limit_of(name: str, info: VulkanInfo, gib: float | None, free: float | None 
     there = info.free
     if info.shares_memory:
         there = min(there, int(_SHARE_OF_SHARED * (free_memory() if free is None else free)))
-    if gib is None or gib == -1:
-        return Device(name, max(there - KEPT_FREE, 0), 0)
-    if gib * 2**30 > there:
-        raise OutOfMemoryError(
-            f"a budget of {gib:g} GiB is more than the {there / 2**30:.1f} GiB that are free on {info.name}; "
-            "lower vram_budget, or free some of its memory"
-        )
-    return Device(name, int(gib * 2**30), 0)
+    return within_budget(Device(name, there, 0), gib, f"that are free on {info.name}")
 
 
 def model_facts(

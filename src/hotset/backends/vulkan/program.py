@@ -444,7 +444,7 @@ class RecordedGraph:
     def _linear(self, step: FusedStep) -> Record:
         op, out, residual, wanted = step.op, step.out, step.other, step.wanted
         assert isinstance(op, Linear)
-        first_row, bias = op.first_row, None if op.bias is None else self.weights.vector(op.bias)
+        first_row, bias = op.first_row, self.weights.bias(op.bias)
         if step.is_hot:
             rows = first_row + self._hot(op)
             matrix = self.weights.chosen(op.weight, op.x.width, rows)
@@ -586,7 +586,7 @@ class RecordedGraph:
             matrix = self.weights.chosen(op.weight, width, chosen)
         else:
             matrix = self.weights.rows(op.weight, width, 0, op.x.width * n_head)
-        part, bias = _only(op, matrix), None if bias_name is None else self.weights.vector(bias_name)
+        part, bias = _only(op, matrix), self.weights.bias(bias_name)
         flags = (_BIAS if bias else 0) | (_RESIDUAL if residual else 0)
         strides = [stride_of(value) if value else 0 for value in (op.x, out, residual)]
         push = op.x.width, width, flags, *strides, op.x.width, 0, 0
@@ -612,7 +612,7 @@ class RecordedGraph:
         """Return the record of products of each token's neurons with its experts' rows, one per expert."""
         n_rows, width = op.x.width // op.n_used, op.out.width
         matrix = self.weights.experts(op.weights, op.n_expert, width, 0, n_rows)
-        part, bias = _only(op, matrix), None if op.bias is None else self.weights.vector(op.bias)
+        part, bias = _only(op, matrix), self.weights.bias(op.bias)
         push = (
             n_rows, width, _BIAS if bias else 0, stride_of(op.x), op.n_used * width, 0,
             -(-n_rows // _TILE) * _TILE, n_rows, stride_of(op.route),
@@ -667,7 +667,7 @@ class RecordedGraph:
             (matrix, bias), bias_rows, first_bias = cache.slots_of(op.layer, op.out), n_rows, 0
         else:
             matrix = self.weights.experts(op.weights, op.n_expert, n_cols, first_row, n_rows)
-            bias = None if op.bias is None else self.weights.vector(op.bias)
+            bias = self.weights.bias(op.bias)
             bias_rows, first_bias = 0 if bias is None else bias.size // 4 // op.n_expert, first_row
         width = op.n_used * n_rows
         stride = stride_of(op.out) if to_parts is None else width
@@ -692,8 +692,8 @@ class RecordedGraph:
 
     def _route(self, op: Route) -> Record:
         n_expert = op.x.width
-        bias = None if op.bias is None else self.weights.vector(op.bias)
-        scales = None if op.scales is None else self.weights.vector(op.scales)
+        bias = self.weights.bias(op.bias)
+        scales = self.weights.bias(op.scales)
         flags = _SCORINGS[op.scoring] | 4 * op.normalised | (8 if bias else 0) | (16 if scales else 0)
         push = (
             n_expert, stride_of(op.x), stride_of(op.out), op.n_used, flags, op.n_groups, op.n_groups_used,
@@ -723,7 +723,7 @@ class RecordedGraph:
 
     def _attention(self, op: Attention) -> Record:
         cache, code = self._cache[op.cache_layer], KV_CODES[self._kv_type]
-        sinks = None if op.sinks is None else self.weights.vector(op.sinks)
+        sinks = self.weights.bias(op.sinks)
         slopes = None if op.slopes is None else self.weights.made(op.slopes, lambda: np.array(op.slopes))
         names = "positions", "tables"
         positions, tables = (self.inputs[name].bound() for name in names)
@@ -795,10 +795,9 @@ class RecordedGraph:
     def _scale(self, op: Scale) -> Record:
         if op.weight is None:
             return self._elementwise(op.out, op.x, op.x, _SCALE, numbers=(op.factor,))
-        weight = self.weights.vector(op.weight)
-        if op.first_weight:  # a binding begins at a multiple of ALIGNMENT
-            numbers = np.frombuffer(weight.read(), np.float32)[op.first_weight :][: op.x.width]
-            weight = self.weights.made((op.weight, op.first_weight, op.x.width), lambda: numbers)
+        # Numbers after the first are copied, since a binding begins at a multiple of ALIGNMENT.
+        own = (op.first_weight, op.x.width) if op.first_weight else ()
+        weight = self.weights.vector(op.weight, *own)
         return self._elementwise(op.out, op.x, weight.bound(), _WEIGHTED, numbers=(op.factor,))
 
     def _elementwise(

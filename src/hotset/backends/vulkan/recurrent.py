@@ -97,7 +97,7 @@ def short_conv(lowered: Values, op: ShortConv) -> Record:
         weight = weights.made(("shift", width), lambda: np.tile(SHIFT, width))
     else:
         weight = weights.vector(op.weight)
-    bias = None if op.bias is None else weights.vector(op.bias)
+    bias = weights.bias(op.bias)
     state = lowered.states[op.out.id]
     push = width, stride_of(op.x), stride_of(op.out), op.kernel, lowered.max_batch, op.dilation
 

@@ -20,7 +20,6 @@ from hotset.backends.base import COUNTS, N_CANDIDATES, Batch, cache_slots
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.cpu.worker import CpuWorker, moe_layers
 from hotset.backends.device.stage import NOTHING_SHARED, CpuShare, DeviceStage
-from hotset.backends.embedding import lookup
 from hotset.backends.stage import WHOLE, BackendOptions, Rows, Span, on_host
 from hotset.backends.vulkan import pipelines
 from hotset.backends.vulkan.adapters import DeviceAdapters
@@ -38,9 +37,8 @@ from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError, 
 from hotset.formats.source import WeightSource
 from hotset.model.cost import check_cache
 from hotset.model.graph import Graph
-from hotset.model.operations import PARTS, Attention, Embed, NgramEmbed, PositionGain, Value
+from hotset.model.operations import PARTS, Attention, NgramEmbed, PositionGain, Value
 from hotset.model.rope import position_gain
-from hotset.offload.cache_stats import CacheStats
 from hotset.units import human_size
 
 _PLAIN = frozenset[str](), False  # the program without taps and adapters
@@ -106,20 +104,19 @@ class VulkanStage(DeviceStage):
         worker: CpuWorker | None = None,
         loaded: Loaded = NOTHING_LOADED,
     ) -> None:
-        super().__init__(graph, options, span)
-        self.has_output, self.kv_type = span.ends(graph), options.kv_type
+        super().__init__(weights, graph, options, span)
+        self.kv_type = options.kv_type
         if self.kv_type not in KV_CODES:
             raise UnsupportedModelError(
                 f"a {self.kv_type} cache has no Vulkan kernels; use f16 or q8_0, or leave `device` out, and "
                 "the CPU computes"
             )
-        self.weights, self.opened, self.info = weights, opened, opened.info
+        self.opened, self.info = opened, opened.info
         self.name = self.info.name
         self._device, self._kernels = opened.device, opened.kernels
         self.matrices: VulkanWeights = VulkanWeights(weights, self._device, loaded.weights)
         self._kv = BufferArena(self._device)
         self._cancel = _core.VulkanCancel()
-        self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
         self._gains = [op for op in self.graph.ops if isinstance(op, PositionGain)]
         self._ngrams: dict[Value, CpuBackend] = {}
         self.n_states = self._most_states(options.n_states) if graph.recurrent else 0
@@ -227,16 +224,12 @@ class VulkanStage(DeviceStage):
             return self._checked_run(batch, x)
 
     def _checked_run(self, batch: Batch, x: Rows | None) -> np.ndarray:
-        n = len(batch.tokens)
         scales = self._adapters.scales(batch)
         lowered = self._program(frozenset(batch.taps), with_adapters=scales is not None)
-        rows: dict[Value, np.ndarray] = {op.out: lookup(self.weights, op, batch) for op in self._embeds}
+        rows = {value: on_host(entering) for value, entering in self.entering_rows(batch, x).items()}
         plain = replace(batch, taps=(), adapter_scales=None)
         rows |= {value: backend.run(plain) for value, backend in self._ngrams.items()}
         rows |= {op.out: position_gain(op, batch.positions) for op in self._gains}
-        self.check_rows(x, n)
-        if self.entering is not None and x is not None:
-            rows[self.entering] = on_host(x)
         # Without n_vocab: the chain has checked the tokens.
         slots = cache_slots(batch, max_batch=self.max_batch, n_blocks=self.n_blocks, n_vocab=None)
         self._cancel.requested = False
@@ -402,15 +395,10 @@ class VulkanStage(DeviceStage):
         """Return zeros, as Stage.seconds: layers are not timed."""
         return np.zeros((self.n_layer, len(PARTS)))
 
-    def expert_counts(self) -> CacheStats:
-        """Return the counts of the layers with an expert cache, as Stage.expert_counts."""
-        return CacheStats() if self.experts is None else self.experts.stats
-
     def cancel(self) -> None:
         """End the step in flight after the submitted work, at most two layers of a prompt."""
         self._cancel.requested = True
-        if self.worker is not None:
-            self.worker.cancel("it was cancelled")
+        super().cancel()
 
     def close(self) -> None:
         """Free the memory of the device. Safe to call twice."""
@@ -419,11 +407,8 @@ class VulkanStage(DeviceStage):
             self.opened.stages.remove(self)
         for backend in self._ngrams.values():
             backend.close()
-        if self.worker is not None:
-            self.worker.close()
-        if self.experts is not None:
-            self.experts.close()
-            self.experts = None
+        super().close()
+        self.experts = None
         self._closed = True
         self._cancel.requested = True
         self.tapped = {}
