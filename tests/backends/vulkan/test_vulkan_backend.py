@@ -244,7 +244,7 @@ def test_cancelled_step_leaves_a_usable_state(gguf: GGUFFile) -> None:
 
 
 def test_operation_without_a_kernel_is_named(tmp_path: Path) -> None:
-    sentence = "no Vulkan kernel decodes the type IQ4_NL yet; leave `device` out"
+    sentence = "no Vulkan kernel computes the type IQ4_NL yet; leave `device` out"
     path = write_llama(tmp_path / "m.gguf", type_of=lambda _: GGMLType.IQ4_NL)
     with open_gguf(path) as gguf, pytest.raises(UnsupportedModelError, match=sentence):
         vulkan(gguf)
@@ -252,7 +252,7 @@ def test_operation_without_a_kernel_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kv_type", ["q4_0", "q8_0/q4_0"])
 def test_a_cache_that_no_kernel_reads_is_named(tmp_path: Path, kv_type: Any) -> None:
-    sentence = f"a {kv_type} cache has no Vulkan kernels; use f16 or q8_0, or leave `device` out"
+    sentence = f"KV cache: no Vulkan kernel computes the type {kv_type} yet; leave `device` out"
     path = write_llama(tmp_path / "m.gguf")
     with open_gguf(path) as gguf, pytest.raises(UnsupportedModelError, match=sentence):
         vulkan(gguf, kv_type=kv_type)

@@ -27,6 +27,7 @@ from hotset.backends.vulkan.autotune import WIDTH, device_key, products
 from hotset.backends.vulkan.devices import NAME, VulkanInfo, find_device
 from hotset.backends.vulkan.experts import cached_layers
 from hotset.backends.vulkan.kernels import shaders_digest
+from hotset.backends.vulkan.plugin import refused
 from hotset.backends.vulkan.report import VulkanRates
 from hotset.backends.vulkan.stage import OpenDevice, VulkanStage
 from hotset.errors import UnsupportedModelError
@@ -216,14 +217,6 @@ def placement_facts(to_place: ModelToPlace, devices: Sequence[str | Card]) -> Pl
         split_neurons=may_split and to_place.mode != "dense",
         n_gpu_layers=n_layers, with_cache=with_cache, notes=tuple(_notes(infos, missing)),
     )  # fmt: skip
-
-
-def refused(where: str, what: str, *, or_auto: bool = False) -> UnsupportedModelError:
-    auto = ", or use device='auto', and it computes these layers" if or_auto else ""
-    return UnsupportedModelError(
-        f"{where}: no Vulkan kernel computes {what} yet; leave `device` out, and the CPU computes this model"
-        f"{auto}"
-    )
 
 
 def _notes(infos: Sequence[VulkanInfo], missing: Mapping[int, str]) -> list[str]:
