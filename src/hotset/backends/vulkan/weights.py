@@ -14,7 +14,7 @@ from hotset import _core
 from hotset.backends.cpu.lowering import PLANES
 from hotset.backends.device.weights import KeptWeights
 from hotset.backends.vulkan.memory import BufferArena, BufferRange
-from hotset.backends.vulkan.plugin import CAPABILITIES
+from hotset.backends.vulkan.plugin import CAPABILITIES, refused
 from hotset.cores import usable_cores
 from hotset.errors import UnsupportedModelError
 from hotset.formats.lora import FloatMatrix
@@ -127,10 +127,7 @@ class VulkanWeights(KeptWeights[BufferRange]):
     def _type_of(self, name: str) -> GGMLType:
         type_ = self.source.tensors[name].type
         if type_ not in COMPUTED:
-            raise UnsupportedModelError(
-                f"{name}: no Vulkan kernel decodes the type {type_.name} yet; leave `device` out, and the "
-                "CPU computes this model, or take a file of another type"
-            )
+            raise refused(name, f"the type {type_.name}")
         return type_
 
     def _upload(
