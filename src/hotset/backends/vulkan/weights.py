@@ -54,20 +54,20 @@ class VulkanMatrix:
 class VulkanWeights:
     """Tensors on a device, each part loaded once at its first request.
 
-    beside: weights of the same model on the device; tensors that it holds are not loaded again.
+    loaded: weights of the same model on the device; tensors that it holds are not loaded again.
     """
 
     def __init__(
-        self, source: WeightSource, device: _core.VulkanDevice, beside: VulkanWeights | None = None
+        self, source: WeightSource, device: _core.VulkanDevice, loaded: VulkanWeights | None = None
     ) -> None:
         self._source, self._max_range = source, int(device.max_range)
         self.tensors = source.tensors
         self.arena = BufferArena(device)
         self.matrices: dict[tuple[object, ...], VulkanMatrix] = {}
         self.vectors: dict[str, BufferRange] = {}
-        if beside is not None:
-            self.matrices |= beside.matrices
-            self.vectors |= beside.vectors
+        if loaded is not None:
+            self.matrices |= loaded.matrices
+            self.vectors |= loaded.vectors
         self._made: dict[object, BufferRange] = {}
         self._n_threads = min(usable_cores(), _MOST_THREADS)
 
