@@ -172,7 +172,6 @@ NOT_CONVERTED = {
         "nemotron-h-moe nemotron-h-moe-latent"
     ),
     "it drops the norms of heads": "stablelm-norms",
-    "it does not map the bias of the index keys' norm": "deepseek32 deepseek32-tied",
 }
 OTHER_KEYS = {
     "context_length": "it has its own for Falcon, and takes others from entries that the recipes lack",
