@@ -22,7 +22,7 @@ from hotset.formats import planes
 from hotset.formats.channels import can_be_input_major_on_device as can_be_input_major
 from hotset.formats.quants import DECODABLE, GGMLType, dequantize, row_bytes
 from hotset.model.graph import Graph
-from hotset.model.operations import Attention, Rope, Rotate, Value
+from hotset.model.operations import Attention, Mask, Rope, Rotate, Value
 
 each_type = pytest.mark.parametrize("type_", SUPPORTED, ids=lambda t: t.name)
 
@@ -187,7 +187,7 @@ def test_sparse_ffn(share: float, gated: bool, kind: str, up_kind: str | None) -
 def test_bits_equal_a_mask(n_scored: int, first: int) -> None:
     scores = randn(3, n_scored)
     scores[0, 0] = np.nan
-    mask = reference.Mask(*[Value(i, n_scored + first, "x") for i in range(3)], 0.25, first)
+    mask = Mask(*[Value(i, n_scored + first, "x") for i in range(3)], 0.25, first)
     expected = reference.selected(mask, scores)
     bits = fallback.pack_bits(torch.from_numpy(scores), 0.25, first)
     assert np.array_equal(bits.numpy(), np.packbits(expected, axis=1, bitorder="little"))

@@ -188,7 +188,7 @@ def test_a_budget_holds_and_memory_is_freed(gguf: GGUFFile) -> None:
 
 
 def test_operation_without_a_kernel_is_named(tmp_path: Path) -> None:
-    sentence = "no Vulkan kernel decodes the type IQ4_NL yet; leave `device` out"
+    sentence = "no Vulkan kernel computes the type IQ4_NL yet; leave `device` out"
     path = write_llama(tmp_path / "m.gguf", type_of=lambda _: GGMLType.IQ4_NL)
     with open_gguf(path) as gguf, pytest.raises(UnsupportedModelError, match=sentence):
         vulkan(gguf)

@@ -11,18 +11,9 @@ from hotset import _core
 from hotset.backends.base import BLOCK_SIZE, Batch, check_states
 from hotset.backends.vulkan.kernels import stride_of
 from hotset.backends.vulkan.memory import BufferRange, aligned
+from hotset.model import operations as ops
 from hotset.model.graph import Graph
-from hotset.model.operations import (
-    Attention,
-    Embed,
-    NgramEmbed,
-    PositionGain,
-    Recurrent,
-    Rope,
-    Rotate,
-    ShortConv,
-    Value,
-)
+from hotset.model.operations import Value
 from hotset.model.rope import cos_sin
 
 OUTPUT_ROWS = 64  # rows of logits computed at a time
@@ -41,7 +32,7 @@ class InputShape:
     max_batch: int
     n_blocks: int
     n_states: int
-    ropes: tuple[Rope, ...]
+    ropes: tuple[ops.Rope, ...]
     entering: Mapping[Value, int]
     heads: tuple[int, ...]
     tiles: tuple[int, ...]
@@ -51,16 +42,16 @@ class InputShape:
         cls, graph: Graph, entering: Value | None, *, max_batch: int, n_blocks: int, n_states: int
     ) -> InputShape:
         """Return the shape for a part of a graph. entering: its input value; None if it reads the tokens."""
-        values = [op.out for op in graph.ops if isinstance(op, Embed | NgramEmbed | PositionGain)]
+        values = [op.out for op in graph.ops if isinstance(op, ops.Embed | ops.NgramEmbed | ops.PositionGain)]
         values += [entering] if entering else []
-        scans = (op for op in graph.recurrent if not isinstance(op, ShortConv | NgramEmbed))
+        scans = (op for op in graph.recurrent if not isinstance(op, ops.ShortConv | ops.NgramEmbed))
         return cls(
             max_batch,
             n_blocks,
             n_states if graph.recurrent else 0,
-            tuple(dict.fromkeys(op.rope for op in graph.ops if isinstance(op, Rotate))),
+            tuple(dict.fromkeys(op.rope for op in graph.ops if isinstance(op, ops.Rotate))),
             {value: stride_of(value) for value in values},
-            tuple(dict.fromkeys(op.n_head for op in graph.ops if isinstance(op, Attention))),
+            tuple(dict.fromkeys(op.n_head for op in graph.ops if isinstance(op, ops.Attention))),
             tuple(dict.fromkeys(tiles_of(op) for op in scans)),
         )
 
@@ -166,7 +157,7 @@ class VulkanInputs:
         self._words["outputs"][: len(outputs)] = outputs
 
 
-def tiles_of(op: Recurrent) -> int:
+def tiles_of(op: ops.Recurrent) -> int:
     """Return the workgroups of a scan for one sequence (csrc/vulkan/shaders/scan.comp)."""
     n_head, *_, width = (1, *op.state_shape)[-3:]
     return n_head * -(-width // _COLUMNS)

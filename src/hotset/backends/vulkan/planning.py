@@ -27,6 +27,7 @@ from hotset.backends.vulkan.autotune import WIDTH, device_key, products
 from hotset.backends.vulkan.devices import NAME, VulkanInfo, find_device
 from hotset.backends.vulkan.experts import cached_layers
 from hotset.backends.vulkan.kernels import shaders_digest
+from hotset.backends.vulkan.plugin import refused
 from hotset.backends.vulkan.report import VulkanRates
 from hotset.backends.vulkan.stage import OpenDevice, VulkanStage
 from hotset.errors import UnsupportedModelError
@@ -34,21 +35,11 @@ from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.load_parameters import KVType
 from hotset.memory import free_memory
+from hotset.model import operations as ops
 from hotset.model.cost import kv_bytes
 from hotset.model.decoder import describe_nextn
 from hotset.model.graph import Graph
-from hotset.model.operations import (
-    NO_LAYER,
-    Activate,
-    Attention,
-    Embed,
-    ExpertLinear,
-    ExpertSum,
-    Ffn,
-    Primitive,
-    Recurrent,
-    SelectOutputs,
-)
+from hotset.model.operations import NO_LAYER, Primitive
 from hotset.offload.expert_cache import layout_numbers
 from hotset.parameters import real_number
 from hotset.placement import machine
@@ -129,10 +120,10 @@ def _chain(n: int) -> tuple[HeldWeights, Graph]:
     """Build a graph of `n` cheap operations, each on the result of the one before it."""
     weights, graph = HeldWeights(), Graph()
     weights.add("x", (WIDTH, 1), GGMLType.F32, np.ones((1, WIDTH), np.float32))
-    x = graph.add(Embed(graph.value("embedding", WIDTH), "x"))
+    x = graph.add(ops.Embed(graph.value("embedding", WIDTH), "x"))
     for i in range(n):
-        x = graph.add(Activate(graph.value(f"{i}", WIDTH), x, "relu"))
-    graph.add(SelectOutputs(graph.value("logits", WIDTH), x))
+        x = graph.add(ops.Activate(graph.value(f"{i}", WIDTH), x, "relu"))
+    graph.add(ops.SelectOutputs(graph.value("logits", WIDTH), x))
     return weights, graph
 
 
@@ -228,14 +219,6 @@ def placement_facts(to_place: ModelToPlace, devices: Sequence[str | Card]) -> Pl
     )  # fmt: skip
 
 
-def refused(where: str, what: str, *, or_auto: bool = False) -> UnsupportedModelError:
-    auto = ", or use device='auto', and it computes these layers" if or_auto else ""
-    return UnsupportedModelError(
-        f"{where}: no Vulkan kernel computes {what} yet; leave `device` out, and the CPU computes this model"
-        f"{auto}"
-    )
-
-
 def _notes(infos: Sequence[VulkanInfo], missing: Mapping[int, str]) -> list[str]:
     notes = [
         f"{info.name} is a software driver: the plan is that of a desktop with a GPU of 500 GB/s"
@@ -272,7 +255,7 @@ def model_facts(
     *,
     mode: FFNMode = "dense",
     n_states: int = 0,
-    cached: Mapping[int, Ffn] | None = None,
+    cached: Mapping[int, ops.Ffn] | None = None,
 ) -> ModelFacts:
     """Count the bytes of a model on a Vulkan device, by layer.
 
@@ -283,12 +266,12 @@ def model_facts(
     for op in graph.primitives:
         parts.setdefault(op.layer, []).append(op)
     n_kernels = budget.dispatches(graph, tensors, n_blocks)
-    n_ff = {op.layer: op.n_ff for op in graph.ops if isinstance(op, Ffn) and not op.shared}
+    n_ff = {op.layer: op.n_ff for op in graph.ops if isinstance(op, ops.Ffn) and not op.shared}
     split = {} if mode == "dense" else split_ffns(graph)
     moe = cached or {}
     layouts = layout_numbers(moe.values(), tensors)
     for i in layouts:
-        parts[i] = [op for op in parts[i] if not isinstance(op, ExpertLinear | ExpertSum)]
+        parts[i] = [op for op in parts[i] if not isinstance(op, ops.ExpertLinear | ops.ExpertSum)]
         n_kernels[i] += _SUBMIT_KERNELS
     layers = []
     for i in range(graph.n_layer):
@@ -298,7 +281,7 @@ def model_facts(
             layer = _with_cache(layer, moe[i], tensors, layouts[i])
         layers.append(layer)
     shared = [split[i] for i, layer in enumerate(layers) if layer.n_split]
-    output = [op for op in parts.get(NO_LAYER, []) if not isinstance(op, Embed)]
+    output = [op for op in parts.get(NO_LAYER, []) if not isinstance(op, ops.Embed)]
     for op in output:
         if (what := budget.missing_kernel(op, tensors, kv_type)) is not None:
             raise refused(op.out.name, what)
@@ -312,7 +295,7 @@ def model_facts(
 
 
 def _with_neurons(
-    layer: LayerFacts, ffn: Ffn | None, tensors: Mapping[str, TensorInfo], mode: FFNMode
+    layer: LayerFacts, ffn: ops.Ffn | None, tensors: Mapping[str, TensorInfo], mode: FFNMode
 ) -> LayerFacts:
     """Return a layer with its neurons counted apart from its other weights, if they can be split.
 
@@ -331,9 +314,11 @@ def _with_neurons(
     )  # fmt: skip
 
 
-def _with_cache(layer: LayerFacts, ffn: Ffn, tensors: Mapping[str, TensorInfo], layout: int) -> LayerFacts:
+def _with_cache(
+    layer: LayerFacts, ffn: ops.Ffn, tensors: Mapping[str, TensorInfo], layout: int
+) -> LayerFacts:
     """Return a layer whose experts may be in an expert cache, in slots of a layout."""
-    assert isinstance(ffn.up, ExpertLinear)
+    assert isinstance(ffn.up, ops.ExpertLinear)
     return replace(
         layer, expert_bytes=budget.expert_bytes(ffn, tensors), n_experts=ffn.up.n_expert,
         n_used=ffn.up.n_used, is_cached=True, layout=layout,
@@ -341,7 +326,7 @@ def _with_cache(layer: LayerFacts, ffn: Ffn, tensors: Mapping[str, TensorInfo], 
 
 
 def _layer(
-    ops: Sequence[Primitive],
+    operations: Sequence[Primitive],
     tensors: Mapping[str, TensorInfo],
     kv_type: KVType,
     cache: tuple[int, int],
@@ -349,21 +334,21 @@ def _layer(
     n_kernels: int,
 ) -> LayerFacts:
     n_blocks, n_states = cache
-    missing = next(filter(None, (budget.missing_kernel(op, tensors, kv_type) for op in ops)), None)
+    missing = next(filter(None, (budget.missing_kernel(op, tensors, kv_type) for op in operations)), None)
     fixed = kv = kv_read = idle = 0
-    for op in ops:
+    for op in operations:
         if missing is None:
             fixed += budget.weight_bytes(op, tensors)
         else:
-            fixed += sum(tensors[name].nbytes for name in op.matrices if not isinstance(op, Embed))
-        if isinstance(op, ExpertLinear | ExpertSum):
+            fixed += sum(tensors[name].nbytes for name in op.matrices if not isinstance(op, ops.Embed))
+        if isinstance(op, ops.ExpertLinear | ops.ExpertSum):
             all_bytes = sum(tensors[name].nbytes for name in op.matrices)
             counted = all_bytes if missing is not None else budget.matrix_bytes(op, tensors)
             idle += counted - all_bytes * op.n_used // op.n_expert
         kv += budget.cache_bytes(op, kv_type, n_blocks, n_states)
-        if isinstance(op, Recurrent):  # a state is read and written once
+        if isinstance(op, ops.Recurrent):  # a state is read and written once
             kv_read += 2 * budget.state_bytes(op)
-        if isinstance(op, Attention):
+        if isinstance(op, ops.Attention):
             n_tokens = n_blocks * BLOCK_SIZE
             kv_read += int(op.n_visible(n_tokens // 2 - 1)) * kv_bytes(op, kv_type)
     return LayerFacts(

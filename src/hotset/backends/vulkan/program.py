@@ -20,7 +20,7 @@ from hotset.backends.vulkan.adapters import DeviceAdapters
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT, VulkanInputs
 from hotset.backends.vulkan.kernels import Record, Recorder, VulkanKernels, by_values, stride_of
 from hotset.backends.vulkan.memory import BufferRange, aligned
-from hotset.backends.vulkan.plugin import CAPABILITIES
+from hotset.backends.vulkan.plugin import CAPABILITIES, refused
 from hotset.backends.vulkan.recurrent import scan, scratch_bytes, short_conv
 from hotset.backends.vulkan.shapes import TOKENS_OF_FEW
 from hotset.backends.vulkan.split import (
@@ -33,7 +33,6 @@ from hotset.backends.vulkan.split import (
     operations_before,
 )
 from hotset.backends.vulkan.weights import FLOATS, MatrixPart, VulkanMatrix, VulkanWeights
-from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import TensorInfo
 from hotset.load_parameters import KVType
 from hotset.model.graph import Graph
@@ -302,7 +301,7 @@ class RecordedGraph:
             assert self._shared is not None
             return self._shared.lower(step.op, self)
         if (what := missing_kernel(step.op)) is not None:
-            raise _refused(step.op, what)
+            raise refused(step.op.out.name, what)
         match step.op:
             case RMSNorm() | UnitNorm() | LayerNorm():
                 return self._norm(step.op)
@@ -361,7 +360,7 @@ class RecordedGraph:
             case Scale():
                 return self._scale(step.op)
             case _:
-                raise _refused(step.op, type(step.op).__name__)
+                raise refused(step.op.out.name, type(step.op).__name__)
 
     def _norm(self, op: RMSNorm | UnitNorm | LayerNorm) -> Record:
         weight = None if isinstance(op, UnitNorm) or op.weight is None else self.weights.vector(op.weight)
@@ -953,15 +952,8 @@ def _only(op: Primitive, matrix: VulkanMatrix) -> MatrixPart:
     Raises UnsupportedModelError if the device cannot bind the matrix as a whole.
     """
     if len(matrix.parts) > 1:
-        raise _refused(op, "a matrix by inputs that is more than the device binds at a time")
+        raise refused(op.out.name, "a matrix by inputs that is more than the device binds at a time")
     return matrix.parts[0]
-
-
-def _refused(op: Primitive, what: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{op.out.name}: no Vulkan kernel computes {what} yet; leave `device` out, and the CPU computes this "
-        "model"
-    )
 
 
 def _read(step: FusedStep) -> Iterator[Value]:

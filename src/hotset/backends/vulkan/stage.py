@@ -29,6 +29,7 @@ from hotset.backends.vulkan.experts import VulkanExpertCache
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, InputShape, VulkanInputs
 from hotset.backends.vulkan.kernels import VulkanKernels
 from hotset.backends.vulkan.memory import BufferArena, BufferRange
+from hotset.backends.vulkan.plugin import refused
 from hotset.backends.vulkan.program import KV_CODES, CacheOfLayer, RecordedGraph, VulkanParts
 from hotset.backends.vulkan.shapes import DeviceShapes, default_shapes
 from hotset.backends.vulkan.split import SharedLayers
@@ -107,10 +108,7 @@ class VulkanStage(DeviceStage):
         super().__init__(weights, graph, options, span)
         self.kv_type = options.kv_type
         if self.kv_type not in KV_CODES:
-            raise UnsupportedModelError(
-                f"a {self.kv_type} cache has no Vulkan kernels; use f16 or q8_0, or leave `device` out, and "
-                "the CPU computes"
-            )
+            raise refused("KV cache", f"the type {self.kv_type}")
         self.opened, self.info = opened, opened.info
         self.name = self.info.name
         self._device, self._kernels = opened.device, opened.kernels
@@ -161,8 +159,8 @@ class VulkanStage(DeviceStage):
             return None
         # A software driver would compete with the thread for the CPU. Without the thread, experts arrive
         # before the next step.
-        beside = not self.info.is_software
-        return VulkanExpertCache(self.weights, self._device, ffns, n_slots, beside=beside)
+        in_thread = not self.info.is_software
+        return VulkanExpertCache(self.weights, self._device, ffns, n_slots, in_thread=in_thread)
 
     def _allocate_caches(self) -> None:
         """Allocate keys and values for layers that have none yet, and states."""

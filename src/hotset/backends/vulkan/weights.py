@@ -14,7 +14,7 @@ from hotset import _core
 from hotset.backends.cpu.lowering import PLANES
 from hotset.backends.device.weights import KeptWeights
 from hotset.backends.vulkan.memory import BufferArena, BufferRange
-from hotset.backends.vulkan.plugin import CAPABILITIES
+from hotset.backends.vulkan.plugin import CAPABILITIES, refused
 from hotset.cores import usable_cores
 from hotset.errors import UnsupportedModelError
 from hotset.formats.lora import FloatMatrix
@@ -53,12 +53,15 @@ class VulkanMatrix:
 
 
 class VulkanWeights(KeptWeights[BufferRange]):
-    """The weights of a stage on a device. beside: those of a stage of the same model on the device."""
+    """The weights of a stage on a device.
+
+    loaded: weights of the same model on the device; tensors that it holds are not loaded again.
+    """
 
     def __init__(
-        self, source: WeightSource, device: _core.VulkanDevice, beside: VulkanWeights | None = None
+        self, source: WeightSource, device: _core.VulkanDevice, loaded: VulkanWeights | None = None
     ) -> None:
-        super().__init__(source, None if beside is None else beside.kept)
+        super().__init__(source, None if loaded is None else loaded.kept)
         self._max_range = int(device.max_range)
         self.tensors = source.tensors
         self.arena = BufferArena(device)
@@ -127,10 +130,7 @@ class VulkanWeights(KeptWeights[BufferRange]):
     def _type_of(self, name: str) -> GGMLType:
         type_ = self.source.tensors[name].type
         if type_ not in COMPUTED:
-            raise UnsupportedModelError(
-                f"{name}: no Vulkan kernel decodes the type {type_.name} yet; leave `device` out, and the "
-                "CPU computes this model, or take a file of another type"
-            )
+            raise refused(name, f"the type {type_.name}")
         return type_
 
     def _upload(
