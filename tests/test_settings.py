@@ -19,15 +19,12 @@ from hotset.cli import options
 from hotset.loader.build import build, open_model, plan_model
 from hotset.reporter import Reporter
 
+pytestmark = pytest.mark.usefixtures("home")
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
 
 
 def test_values_become_plain() -> None:

@@ -50,9 +50,6 @@ def backend(request: pytest.FixtureRequest, recipe: Any) -> Iterator[Backend]:
     backend.close()
 
 
-__all__ = ["recipe"]  # the fixture
-
-
 @pytest.mark.parametrize(
     "plan", [pytest.param(plan, marks=() if plan == "mixed" else pytest.mark.slow) for plan in PLANS]
 )
@@ -61,9 +58,6 @@ def test_logits_match_transformers(recipe: Any, backend: Backend, plan: str) -> 
     found = run(backend, sequences, PLANS[plan])
     for i in range(len(sequences)):
         assert relative_error(found[i], expected[i]) < TOLERANCE, f"sequence {i}"
-
-
-__all__ = ["recipe"]  # the fixture
 
 
 @pytest.mark.parametrize("name", ["gemma3-relu", "phi3-relu", "granite-relu"])
@@ -82,9 +76,6 @@ def test_neurons_that_are_zero_are_left_out(tmp_path: Path, name: str) -> None:
             assert 0 < stats.active.sum() < 0.9 * stats.selected.sum() or mode == "svd"
     assert np.array_equal(found["dense"], found["exact"])
     assert relative_error(found["svd"], found["dense"]) < 0.5
-
-
-__all__ = ["recipe"]  # the fixture
 
 
 @pytest.mark.parametrize(

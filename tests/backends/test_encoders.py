@@ -104,13 +104,6 @@ def test_text_is_computed_in_one_step_despite_max_batch(encoder: hotset.Model) -
         assert np.abs(vector - mean / np.linalg.norm(mean)).max() < 1e-3  # keys and values are F16
 
 
-def test_no_bit_of_a_vector_depends_on_other_texts(encoder: hotset.Model) -> None:
-    together = encoder.embed([*texts(), *texts()[::-1]])
-    assert np.array_equal(together[:4], together[4:][::-1])
-    for text, vector in zip(texts(), together, strict=False):
-        assert np.array_equal(encoder.embed([text])[0], vector)
-
-
 def test_a_text_that_does_not_fit_is_refused(encoder: hotset.Model) -> None:
     assert encoder.embed([[5] * 256]).shape == (1, 96)
     with pytest.raises(ContextLengthError, match="257 tokens do not fit in the context of 256"):

@@ -90,24 +90,6 @@ def test_parts_of_quantised_models(tmp_path: Path, type_: T, kv_type: str) -> No
     np.testing.assert_array_equal(logits_of(parts, ids, [33], [1]), logits_of(whole, ids, [33], [1]))
 
 
-def test_taps_come_from_the_part_that_makes_them(tmp_path: Path) -> None:
-    ready, graph = prepared(write(tmp_path, "llama", ranks=(32, 64, 32)), "predicted")
-    whole = cpu_backend(ready.weights, graph, sparse=True, **OPTIONS)
-    parts = chain(ready.weights, graph, [1, 2], sparse=True)
-    # Tap every value, also the streams between stages, one by one and together.
-    names = [op.out.name for op in graph.primitives][:-1]
-    assert {"blk.0.out", "blk.1.out", "blk.2.ffn_act", "output_norm"} <= set(names)
-    for request in (tuple(names), *((name,) for name in names[::7])):
-        step = batch([(tokens(5), 0, [0]), (tokens(2, 3), 0, [1])], request)
-        expected, found = whole.step(step), parts.step(step)
-        assert set(found.taps) == set(request)
-        for name in request:
-            np.testing.assert_array_equal(found.taps[name], expected.taps[name], name)
-        np.testing.assert_array_equal(found.logits, expected.logits)
-    with pytest.raises(InvalidRequestError, match=r"no value named 'blk\.3\.out'"):
-        parts.step(batch([(tokens(1), 0, [0])], ("blk.3.out",)))
-
-
 def test_many_random_steps(tmp_path: Path) -> None:
     """Check that late threads of one step, which may find the next step's rows, change no bit."""
     ready, graph = prepared(write(tmp_path, "bamboo", ranks=(32, 64, 32)), "predicted")

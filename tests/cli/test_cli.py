@@ -458,16 +458,6 @@ def test_ctrl_c_ends_a_single_answer(model: Path) -> None:
 
 
 @needs_pty
-def test_a_question_that_does_not_fit_does_not_end_the_chat(model: Path) -> None:
-    chat = Terminal("run", model, *CHAT, "-n", 3, "-c", 64)
-    chat.reply(PROMPT, "a" * 90 + "\n")
-    chat.wait_for("context of 64")
-    chat.reply(PROMPT, "short\n")
-    chat.wait_for(ANSWERED)
-    chat.leave()
-
-
-@needs_pty
 def test_without_a_model_the_user_chooses_one_at_the_terminal(home: Path, model: Path) -> None:
     folder = home / "models"
     folder.mkdir(parents=True)

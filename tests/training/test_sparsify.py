@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from cases import quick_are
 from tiny_gguf import write_llama, write_relu
+from told import Told
 from waiting import WATCHDOG
 
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
@@ -32,7 +33,6 @@ import hotset  # noqa: E402
 from hotset.backends.torch.functions import rms_norm  # noqa: E402
 from hotset.backends.torch.graph import TorchGraph  # noqa: E402
 from hotset.convert.reorder import reorder  # noqa: E402
-from hotset.reporter import Reporter  # noqa: E402
 from hotset.sparsity.profile import collect  # noqa: E402
 from hotset.sparsity.sidecar import fingerprint  # noqa: E402
 from hotset.training import generate as writing  # noqa: E402
@@ -380,18 +380,6 @@ def test_adapters_do_not_depend_on_strides_and_keep_small_channels(tmp_path: Pat
         axis = 0 if name.endswith(".a") else 1
         error = np.abs(got[name] - value).max(axis)
         assert (error < 0.02 * np.abs(value).max(axis)).all()
-
-
-class Told(Reporter):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.steps: list[tuple[str, int, int]] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def advance(self, label: str, done: int, total: int, unit: str = "bytes") -> None:
-        self.steps.append((label, done, total))
 
 
 class TestTraining:

@@ -185,21 +185,6 @@ def test_always_computed_neurons_need_no_score(tmp_path: Path, model: str) -> No
 # ---- sequences, blocks, taps -------------------------------------------------------------------------------
 
 
-def test_a_shared_prefix_on_blocks_out_of_order(tmp_path: Path) -> None:
-    gguf = open_gguf(write_llama(tmp_path / "m.gguf", n_ctx=512))
-    graph = describe(config_from_gguf(gguf), gguf.tensors)
-    backend = gpu(gguf, graph, max_batch=200)
-    prefix, tail, other = tokens(2 * BLOCK_SIZE, 1), tokens(9, 2), tokens(4, 3)
-    backend.step(batch([(prefix, 0, [6, 1])]))
-    found = backend.step(
-        batch([(tail, 2 * BLOCK_SIZE, [6, 1, 5]), (other, 2 * BLOCK_SIZE, [6, 1, 0])])
-    ).logits.copy()
-    reference = ReferenceBackend(gguf, graph, n_blocks=8)
-    for rows, more in ((found[:9], tail), (found[9:], other)):
-        whole = logits_of(reference, np.concatenate([prefix, more]), [], [0, 1, 2])
-        assert_close(rows, whole[2 * BLOCK_SIZE :])
-
-
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mode", ["dense", "predicted"])
 def test_taps(tmp_path: Path, model: str, mode: str) -> None:

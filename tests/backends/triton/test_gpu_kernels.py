@@ -183,19 +183,6 @@ def test_sparse_ffn(share: float, gated: bool, kind: str, up_kind: str | None) -
     assert counts.tolist() == [chosen.sum(), active.sum(), *rows, 0]
 
 
-def test_unselected_rows_are_not_read() -> None:
-    """Check that unselected rows are not read: they are NaN."""
-    n, d = 64, 32
-    data = np.full((n, d), np.nan, np.float32)
-    data[::4] = randn(n // 4, d)
-    m = DeviceMatrix.from_bytes(data.view(np.uint8).reshape(-1), GGMLType.F32, n, d, "cpu")
-    bits = np.packbits(np.arange(n) % 4 == 0, bitorder="little")[None]
-    y = fallback.sparse_ffn(
-        torch.from_numpy(randn(1, d)), m, m, m, activation="relu", selected=torch.from_numpy(bits)
-    )
-    assert torch.isfinite(y).all()
-
-
 @pytest.mark.parametrize(("n_scored", "first"), [(1, 0), (24, 8), (29, 3), (64, 0)])
 def test_bits_equal_a_mask(n_scored: int, first: int) -> None:
     scores = randn(3, n_scored)

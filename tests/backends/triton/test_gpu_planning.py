@@ -35,14 +35,10 @@ from hotset.placement.problem import PlacementProblem
 from hotset.placement.table import Budget, Device, DeviceRates, LayerPlacement, Placement, Rates
 from hotset.sparsity.modes import choose, prepare
 
+pytestmark = pytest.mark.usefixtures("home")
+
 MIB = 1 << 20
 SHAPE: dict[str, Any] = {"n_embd": 64, "n_ff": 512, "ranks": (32, 32, 32)}
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 # -- budgets -------------------------------------------------------------------------------------

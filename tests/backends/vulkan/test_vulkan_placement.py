@@ -137,7 +137,7 @@ def test_two_devices_are_a_pipeline(tmp_path: Path) -> None:
         two = vulkan(gguf, n_devices=2)
         first, second = two.stages
         assert isinstance(first, VulkanStage)
-        assert first._device is not stage_of(two).opened.device
+        assert first.opened.device is not stage_of(two).opened.device
         assert np.array_equal(logits_of(two, ids, [1, 65], [3, 1]), expected)
         assert len(two.device_bytes()) == 2
         three = vulkan(gguf, n_layers=3, n_devices=2, n_threads=1)
