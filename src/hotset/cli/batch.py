@@ -26,11 +26,9 @@ def batch(
     ],
     output: Annotated[
         Path,
-        typer.Option(
-            "--output", "-o", dir_okay=False, help="Where answers are appended; what is there is kept."
-        ),
+        options.option("--output -o", "Where answers are appended; what is there is kept.", dir_okay=False),
     ],
-    model: Annotated[str | None, typer.Option("--model", "-m", help=options.MODEL_HELP)] = None,
+    model: Annotated[str | None, options.option("--model -m", options.MODEL_HELP)] = None,
     alias: options.Alias = None,
     max_sequences: options.Parallel = 16,
     n_seqs: options.Contexts = 4,

@@ -28,34 +28,31 @@ if TYPE_CHECKING:
 
 Labels = Annotated[
     Path | None,
-    typer.Option(
-        "--labels", exists=True, dir_okay=False, help="A label a line, where the questions have none."
-    ),
+    options.option("--labels", "A label a line, where the questions have none.", exists=True, dir_okay=False),
 ]
 NumShots = Annotated[
     int | None,
-    typer.Option(
-        "--shots",
-        "--num-fewshot",
+    options.option(
+        "--shots --num-fewshot",
+        "So many answered examples before each question.",
+        usual="0, or what the task file says",
         min=0,
-        help="So many answered examples before each question.",
-        show_default="0, or what the task file says",
     ),
 ]
 Examples = Annotated[
     Path | None,
-    typer.Option(
-        "--examples", exists=True, dir_okay=False, help="Where examples are drawn from: a file as FILE."
+    options.option(
+        "--examples", "Where examples are drawn from: a file as FILE.", exists=True, dir_okay=False
     ),
 ]
 ExampleLabels = Annotated[
     Path | None,
-    typer.Option("--example-labels", exists=True, dir_okay=False, help="As --labels, of the examples."),
+    options.option("--example-labels", "As --labels, of the examples.", exists=True, dir_okay=False),
 ]
 LogSamples = Annotated[
     Path | None,
-    typer.Option(
-        "--log-samples", dir_okay=False, help="Write what was asked and answered, a question a line of JSON."
+    options.option(
+        "--log-samples", "Write what was asked and answered, a question a line of JSON.", dir_okay=False
     ),
 ]
 
@@ -76,11 +73,10 @@ def evaluate(
     examples: Examples = None,
     example_labels: ExampleLabels = None,
     seed: Annotated[
-        int, typer.Option("--seed", "-s", help="Which examples are drawn; the harness's is 1234.")
+        int, options.option("--seed -s", "Which examples are drawn; the harness's is 1234.")
     ] = SEED,
     limit: Annotated[
-        int | None,
-        typer.Option("--limit", min=1, help="Only so many questions, the first ones.", show_default="all"),
+        int | None, options.option("--limit", "Only so many questions, the first ones.", usual="all", min=1)
     ] = None,
     log_samples: LogSamples = None,
     json: options.Json = False,
