@@ -265,7 +265,10 @@ async def throughputs(url: str, seed: int) -> dict[int, float]:
 
 
 def begin(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the results so far, or those of a new run: machine, commit, date and versions, without rows."""
+    """Return the results in OUT, or new ones without rows: machine, commit, date and versions."""
+    path: Path = args.out / "headline.json"
+    if not args.rows:  # nothing is measured
+        return read(path if path.exists() else ROOT / report.JSON)
     machine = peers.machine()
     commit = machine.pop("hotset")
     machine.pop("load")
@@ -280,19 +283,23 @@ def begin(args: argparse.Namespace) -> dict[str, Any]:
         "files": {},
         "rows": [],
     }
-    path = args.out / "headline.json"
     if not path.exists():
         return data
     if not args.resume:
         sys.exit(f"{path} exists: continue it with --resume, or choose another --out.")
-    old: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    old = read(path)
     for key in ("commit", "machine", "threads", "runs"):
         if old[key] != data[key]:
             sys.exit(f"{path} has {key} {old[key]}, not {data[key]}: --resume cannot mix them.")
     return old
 
 
-def measure(plan: Plan, data: dict[str, Any], groups: list[str]) -> None:
+def read(path: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return data
+
+
+def measure(plan: Plan, data: dict[str, Any]) -> None:
     """Run the tasks that have no rows yet, and write the results after each."""
     path = plan.args.out / "headline.json"
     for name, file in plan.subjects:
@@ -301,7 +308,7 @@ def measure(plan: Plan, data: dict[str, Any], groups: list[str]) -> None:
                 data["files"][name] = {"sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
     finished = {row["task"] for row in data["rows"]}
     for task in plan.tasks():
-        if task.group not in groups or task.key in finished:
+        if task.group not in plan.args.rows or task.key in finished:
             continue
         began = time.perf_counter()
         for test, found in task.run().items():
@@ -334,7 +341,9 @@ def main() -> None:
     parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="build of llama.cpp, or its bin folder")
     parser.add_argument("--ik-llama", type=Path, metavar="DIR", help="build of ik_llama.cpp")
     parser.add_argument("--powerinfer", type=Path, metavar="DIR", help="build of PowerInfer, for the CPU")
-    parser.add_argument("--rows", default=",".join(GROUPS), help=f"of {','.join(GROUPS)}, or none")
+    parser.add_argument(
+        "--rows", default=",".join(GROUPS), help=f"of {','.join(GROUPS)}; none: only show the results in OUT"
+    )
     parser.add_argument("--runs", type=int, default=5, help="runs of each program (5)")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--port", type=int, default=18080)
@@ -343,15 +352,15 @@ def main() -> None:
     parser.add_argument("--write-docs", action="store_true", help="put the results into README and docs")
     parser.add_argument("--force", action="store_true", help="measure even if the machine is not quiet")
     args = parser.parse_args()
-    groups = [] if args.rows == "none" else args.rows.split(",")
-    if unknown := set(groups) - set(GROUPS):
+    args.rows = [] if args.rows == "none" else args.rows.split(",")
+    if unknown := set(args.rows) - set(GROUPS):
         parser.error(f"--rows must be of {', '.join(GROUPS)}, not {', '.join(sorted(unknown))}")
     args.out.mkdir(parents=True, exist_ok=True)
-    data, plan = begin(args), Plan(args)
-    if groups:
+    data = begin(args)
+    if args.rows:
+        plan = Plan(args)
         peers.wait_until_quiet(args.force)
-    measure(plan, data, groups)
-    report.write_json(args.out / "headline.json", data)
+        measure(plan, data)
     texts = report.blocks(data)
     (args.out / "headline.md").write_text("\n\n".join(texts.values()) + "\n", "utf-8")
     (args.out / "headline.svg").write_text(report.chart(data), "utf-8")

@@ -128,7 +128,7 @@ def find_program(folder: Path, name: str) -> Path:
     for path in (folder / name, folder / "bin" / name):
         if path.is_file():
             return path
-    raise ProgramFailed(f"There is no {name} in {folder} or its bin: give the folder of a build.")
+    raise ProgramFailed(f"{folder} and its bin have no {name}: give the folder of a build.")
 
 
 def llama_bench(folder: Path, name: str = "llama.cpp", *, has_depth: bool = True) -> Program:
@@ -300,7 +300,7 @@ class Comparison:
 def interval(values: Sequence[float], confidence: float = 0.9) -> tuple[float, float]:
     """Return the narrowest pair of values that contains the true median with this confidence.
 
-    Too few values give their range: five contain the median with a confidence of 94%, three with 75%.
+    Fewer than five values give their range, which has less confidence (three: 75%).
     """
     ordered, n = sorted(values), len(values)
     k = 0

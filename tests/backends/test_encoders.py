@@ -33,9 +33,8 @@ __all__ = ["recipe"]  # the fixture
 
 
 def opened(kind: Any, gguf: GGUFFile, graph: Graph, **how: Any) -> Any:
-    return closing(
-        kind(gguf, graph, n_blocks=BLOCKS_EACH * len(LENGTHS), max_batch=512, kv_type="f32", **how)
-    )
+    how |= {"n_blocks": BLOCKS_EACH * len(LENGTHS), "max_batch": 512, "kv_type": "f32"}
+    return closing(kind(gguf, graph, **how))
 
 
 @pytest.mark.parametrize("kind", [ReferenceBackend, cpu_backend])

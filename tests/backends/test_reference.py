@@ -81,23 +81,6 @@ def test_taps_are_the_values_on_the_way(llama: GGUFFile) -> None:
         reference.step(batch(5, taps=("blk.9.ffn_act",)))
 
 
-def test_a_selected_row_is_that_row(llama: GGUFFile) -> None:
-    everything = backend(llama).step(batch(70)).logits
-    some = backend(llama).step(batch(70, outputs=[3, 69])).logits
-    np.testing.assert_allclose(some, everything[[3, 69]], rtol=1e-5, atol=1e-5)
-
-
-def test_a_step_without_outputs_fills_the_cache(llama: GGUFFile) -> None:
-    whole, parts = backend(llama), backend(llama)
-    expected = whole.step(batch(70, outputs=[69])).logits
-    assert parts.step(batch(69, outputs=[])).logits.shape == (0, N_VOCAB)
-    last = batch(70)
-    last = Batch(
-        last.tokens[69:], last.positions[69:], last.sequences[69:], last.block_tables, np.zeros(1, np.int32)
-    )
-    np.testing.assert_allclose(parts.step(last).logits, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_a_cache_of_weights_too_small_changes_nothing(llama: GGUFFile) -> None:
     kept, small = backend(llama), backend(llama, weight_cache_bytes=30_000)
     assert np.array_equal(kept.step(batch(9)).logits, small.step(batch(9)).logits)
@@ -132,27 +115,6 @@ def test_a_quantised_cache_needs_whole_blocks(kv_type: KVType, keys: int, values
     graph.add(Attention(out, q, q, v, 1, 1, keys, values, 1.0, layer=0))
     with pytest.raises(UnsupportedModelError, match=f"multiple of 32 channels, but the {have};"):
         ReferenceBackend(SimpleNamespace(tensors={}), graph, n_blocks=1, kv_type=kv_type)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("replaced", "message"),
-    [
-        ({"tokens": [0, 1, N_VOCAB]}, "outside the vocabulary"),
-        ({"tokens": [0, 1, -1]}, "outside the vocabulary"),
-        ({"positions": [0, 1]}, "differ in length"),
-        ({"positions": [-1, 0, 1]}, "position -1"),
-        ({"positions": [0, 1, 3 * BLOCK_SIZE]}, "position 192"),
-        ({"sequences": [0, 0, 1]}, "block table"),
-        ({"sequences": [-1, 0, 0]}, "block table"),
-        ({"block_tables": [[-1, 0, 1]]}, "no KV block"),
-        ({"block_tables": [[4, 0, 1]]}, "no KV block"),
-        ({"outputs": [3]}, "output index"),
-        ({"tokens": [], "positions": [], "sequences": [], "outputs": []}, "1 to 512 tokens, not 0"),
-    ],
-)
-def test_a_broken_batch_is_refused(llama: GGUFFile, replaced: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message):
-        backend(llama).step(batch(3, **replaced))
 
 
 def test_route_follows_its_description() -> None:

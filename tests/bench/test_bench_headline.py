@@ -183,7 +183,7 @@ def test_depth_is_an_option_or_a_prompt(
     program = peers.llama_bench(tmp_path, has_depth=has_depth)
     program.bench(Job(Path("m.gguf"), n_gen=32, n_depth=4096))
     assert f"-m m.gguf {words} -t 2" in called[0]
-    with pytest.raises(ProgramFailed, match="no llama-server in"):
+    with pytest.raises(ProgramFailed, match="have no llama-server"):
         peers.find_program(tmp_path, "llama-server")
 
 
@@ -208,7 +208,7 @@ def test_models_are_found_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_an_interrupted_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "machine", lambda: {"hotset": "abc1234", "load": 0, "processor": "P"})
-    args = argparse.Namespace(out=tmp_path, resume=False, threads=2, runs=2)
+    args = argparse.Namespace(out=tmp_path, resume=False, threads=2, runs=2, rows=["decode"])
     run: list[str] = []
 
     def task(test: str, result: Callable[[], Comparison]) -> headline.Task:
@@ -224,7 +224,7 @@ def test_an_interrupted_run_continues(tmp_path: Path, monkeypatch: pytest.Monkey
     def measure(second: Callable[[], Comparison]) -> None:
         tasks = [task("one", lambda: DENSE), task("two", second)]
         plan: Any = SimpleNamespace(args=args, subjects=[], tasks=lambda: iter(tasks))
-        headline.measure(plan, headline.begin(args), ["decode"])
+        headline.measure(plan, headline.begin(args))
 
     with pytest.raises(KeyboardInterrupt):
         measure(interrupt)

@@ -118,13 +118,21 @@ def test_hot_first_gains_nothing_where_gathering_is_as_quick_as_streaming() -> N
     assert 1.05 < sparse_ffn.predicted_gain(0.1, 8192, cells(20e9), 40e9) < 2
 
 
-def test_the_demo_tells_that_exact_is_dense(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_demo_compares_the_real_model_and_labels_the_synthetic_one(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        sys, "argv", ["demo_sparse.py", "--model", str(model), "--tokens", "12", "--rounds", "1"]
-    )
+    text = tmp_path / "text.txt"
+    text.write_text("a b c " * 200)
+    monkeypatch.setattr(demo_sparse, "TEXT", text)
+    monkeypatch.setattr(demo_sparse, "FOLDER", tmp_path)
+    files = ["--original", str(model), "--sparse", str(model), "--synthetic", str(model)]
+    monkeypatch.setattr(sys, "argv", ["demo_sparse.py", *files, "--tokens", "12", "--rounds", "1"])
     demo_sparse.main()
-    shown = capsys.readouterr().out
-    assert "weights are random" in shown
-    assert "exact drew the same 12 tokens as dense" in shown
+    real, _, synthetic = capsys.readouterr().out.partition("A synthetic sparse model")
+    rows = [line.split() for line in real.splitlines() if line.startswith(("original", "sparse"))]
+    assert [row[0] for row in rows] == ["original", "sparse"]
+    assert rows[0][2] == "1.00×"
+    assert "short text" in real
+    assert "Larger gains" in real
+    assert "weights are random" in synthetic
+    assert "exact drew the same 12 tokens as dense" in synthetic

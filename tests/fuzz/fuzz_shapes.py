@@ -321,9 +321,7 @@ def draw(rng: np.random.Generator, folder: Path) -> Case:
     )
 
 
-def steps(
-    rng: np.random.Generator, case: Case, blocks: list[list[int]], max_batch: int, patience: int
-) -> Any:
+def steps(rng: np.random.Generator, case: Case, blocks: list[Any], max_batch: int, patience: int) -> Any:
     """Yield random batches of the case's tokens, each with the (sequence, position) of each logits row."""
     done, n_steps = [0] * len(case.sequences), np.zeros(len(case.sequences), int)
     width = max(len(p) for p in blocks)

@@ -1,6 +1,6 @@
-"""A model cut over machines, without machines: where it is cut, batches in pieces, a stage, a lost cache.
+"""A model split over machines, in one process: the split, batches in parts, a stage, a lost cache.
 
-What needs a cluster stands in tests/cluster/, which `make test-scale` runs.
+Tests that need a cluster are in tests/cluster/, which `make test-scale` runs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("model") / "m.gguf", n_layer=N_LAYER, n_embd=64)
 
 
-# --- where it is cut
+# --- the split
 
 
 def test_stages_are_hosts_and_their_layers():
@@ -148,7 +148,7 @@ class Workers:
 
 
 class Linked(Workers):
-    """The same, linked as those of a cluster are: over sockets, each stage with a thread of its own."""
+    """Workers connected like a cluster's: over sockets, each stage with a thread of its own."""
 
     def __init__(self, path: Path, splits: list[Split], n_blocks: int = 8) -> None:
         super().__init__(path, splits, n_blocks)
@@ -322,7 +322,7 @@ def test_what_keeps_a_stage_from_opening_is_a_sentence(path: Path, tmp_path: Pat
     found = StageWorker().open(model=str(other), **how)
     assert isinstance(found, Failed)
     assert isinstance(found.error(), InvalidRequestError)
-    assert "is another file than that of the machine that asks" in str(found.error())
+    assert "differs from the file of the starting machine" in str(found.error())
     older = StageWorker().open(model=str(path), **{**how, "release": "0.0.1"})
     assert isinstance(older, Failed)
     assert "and the machine that asks 0.0.1; install the same version" in str(older.error())

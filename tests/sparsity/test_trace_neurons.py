@@ -53,9 +53,8 @@ def random_trace(n_tokens: int = 60, seed: int = 0) -> NeuronTrace:
 def traced(gguf: GGUFFile, mode: str, predictor: str | None = None) -> NeuronTrace | RouteTrace:
     """Return some of test_cpu_backend's tokens."""
     ready, graph = prepared(gguf, mode, predictor)
-    backend = cpu_backend(
-        ready.weights, graph, n_blocks=8, max_batch=128, n_threads=2, sparse=mode != "dense"
-    )
+    options: Any = {"n_blocks": 8, "max_batch": 128, "n_threads": 2, "sparse": mode != "dense"}
+    backend = cpu_backend(ready.weights, graph, **options)
 
     def steps(ids: Any, names: Any) -> Iterator[Any]:
         return taps.of_backend(backend)(ids, names)

@@ -67,9 +67,7 @@ def run(backend: Backend, sequences: Sequence[np.ndarray], plan: Sequence[Sequen
     plan: for each step, (sequence, number of tokens) pairs. The KV blocks of the sequences are interleaved,
     so that a block table is never the identity.
     """
-    tables = (
-        np.arange(BLOCKS_EACH * len(sequences), dtype=np.int32).reshape(BLOCKS_EACH, -1).T[:, ::-1].copy()
-    )
+    tables = np.arange(BLOCKS_EACH * len(sequences), dtype="i4").reshape(BLOCKS_EACH, -1).T[:, ::-1].copy()
     done, logits = [0] * len(sequences), [[] for _ in sequences]
     steps = np.zeros(len(sequences), np.int32)
     for step in plan:

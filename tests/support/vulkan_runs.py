@@ -11,6 +11,7 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,18 +84,24 @@ def missing() -> str | None:
         return str(error)
 
 
-@pytest.fixture(autouse=True)
-def validated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+@contextmanager
+def validation(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[None]:
     """Make opened devices report the validation layers' messages; at the end nothing may be left open."""
     if (reason := missing()) is not None:
         pytest.skip(f"no Vulkan driver with validation layers: `make test-deps` installs them ({reason})")
     monkeypatch.setenv("HOTSET_VULKAN_VALIDATION", "1")
-    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOTSET_HOME", str(home))
     _core.vulkan_late_messages()
     yield
     _core.vulkan_fail("", 0, 0)
     gc.collect()
     assert _core.vulkan_late_messages() == []  # about devices that were closed with objects left open
+
+
+@pytest.fixture(autouse=True)
+def validated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    with validation(monkeypatch, tmp_path / "home"):
+        yield
 
 
 def vulkan(

@@ -82,11 +82,11 @@ _TextFile = Annotated[
 ]
 _StepTokens = Annotated[
     str | None,
-    typer.Option("--step-tokens", metavar="N,...", help="Only measure the time of steps of so many tokens."),
+    typer.Option("--step-tokens", metavar="N,...", help="Only measure the time of steps of N tokens."),
 ]
 _FORMATS = ("md", "csv", "json", "jsonl")
 _KV_TYPES = some_of(*LOAD_PARAMETERS["kv_type"].choices, listed=LOAD_PARAMETERS["kv_type"].listed)
-_FormatOption = Annotated[str, options.option("--format", "How results are printed.", kind=one_of(*_FORMATS))]
+_FormatOption = Annotated[str, options.option("--format", "Format of the results.", kind=one_of(*_FORMATS))]
 _Energy = Annotated[
     bool,
     typer.Option("--energy", help="Also measure joules per token, if the processor's counters can be read."),

@@ -32,7 +32,7 @@ TextsFile = Annotated[Path | None, options.option("--file -f", "Texts, one per l
 def embed(
     model: options.ModelName,
     texts: Annotated[
-        list[str] | None, typer.Argument(metavar="TEXT", help="Texts, beside those of --file.")
+        list[str] | None, typer.Argument(metavar="TEXT", help="Texts to embed, in addition to --file.")
     ] = None,
     file: TextsFile = None,
     pooling: Annotated[
@@ -45,7 +45,7 @@ def embed(
         ),
     ] = None,
     dimensions: Annotated[
-        int | None, options.option("--dimensions", "Keep so many leading values of each vector.", min=1)
+        int | None, options.option("--dimensions", "Keep only the first N values of each vector.", min=1)
     ] = None,
     output: Annotated[
         Path | None,
@@ -86,14 +86,12 @@ def embed(
 
 def rerank(
     model: options.ModelName,
-    query: Annotated[str, typer.Argument(metavar="QUERY", help="What the documents are to answer.")],
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="Question that the documents may answer.")],
     documents: Annotated[
-        list[str] | None, typer.Argument(metavar="DOC", help="Documents, beside those of --file.")
+        list[str] | None, typer.Argument(metavar="DOC", help="Documents to rank, in addition to --file.")
     ] = None,
     file: TextsFile = None,
-    top_n: Annotated[
-        int | None, options.option("--top-n", "Print only so many, the best ones.", min=1)
-    ] = None,
+    top_n: Annotated[int | None, options.option("--top-n", "Print only the N best documents.", min=1)] = None,
     json: options.Json = False,
     *,
     loading: options.ModelOptions,

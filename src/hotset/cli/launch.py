@@ -69,17 +69,17 @@ def launch(
         list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Of the tool itself.")
     ] = None,
     model: Annotated[str | None, options.option("--model -m", options.MODEL_HELP)] = None,
-    url: Annotated[str | None, options.option("--url", "A server that runs.", usual=URL)] = None,
+    url: Annotated[str | None, options.option("--url", "A running server.", usual=URL)] = None,
     ctx_size: Annotated[
         int | None,
         options.option(
             "--ctx-size -c",
-            "Tokens of the context of a server that is started.",
+            "Tokens of the context, if a server is started.",
             usual="32768, or as many as the model and the memory allow.",
             min=1,
         ),
     ] = None,
-    show: Annotated[bool, options.option("--print", "Show what would be set, and start nothing.")] = False,
+    show: Annotated[bool, options.option("--print", "Print the settings, and start nothing.")] = False,
     yes: Annotated[bool, options.option("--yes -y", "Change files of the tool without asking.")] = False,
 ) -> None:
     """Start a coding agent or an editor on a local model: a server is started unless one runs."""

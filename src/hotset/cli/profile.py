@@ -45,7 +45,7 @@ def profile(
         options.option("--file -f", "Run this text through the model.", exists=True, dir_okay=False),
     ] = None,
     output: Annotated[
-        Path | None, options.option("--output -o", "File to write.", usual="beside the model")
+        Path | None, options.option("--output -o", "File to write.", usual="next to the model")
     ] = None,
     merge: Annotated[
         list[Path] | None, options.option("--merge", "Add the counts of this profile; repeatable.")
@@ -213,7 +213,7 @@ def reorder(
     source: Annotated[str, typer.Argument(metavar="IN", help="The model: a path or a name.")],
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")],
     profile: Annotated[
-        Path | None, options.option("--profile", "Its profile.", usual="the one beside it", dir_okay=False)
+        Path | None, options.option("--profile", "Its profile.", usual="next to the model", dir_okay=False)
     ] = None,
     bundle: Annotated[
         bool,

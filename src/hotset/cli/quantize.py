@@ -36,19 +36,19 @@ def quantize(
             "q3_k_m, iq3_s, iq3_xxs, q2_k, iq2_m, iq2_xxs, iq1_m, tq2_0, tq1_0, f16, bf16, f32 and more "
             "(docs/reference/gguf.md).",
             kind=options.TENSOR_TYPE,
-            usual="q4_0, or with --tensor-type that of the file",
+            usual="q4_0, or with --tensor-type the file's",
         ),
     ] = None,
     tensor_type: Annotated[
         list[str] | None,
         options.option(
             "--tensor-type",
-            "For matrices in whose name this regular expression is found; repeatable, the first wins.",
+            "Type of the matrices whose names match a regular expression; repeatable, the first wins.",
             metavar="PATTERN=TYPE",
         ),
     ] = None,
     allow_requantize: Annotated[
-        bool, options.option("--allow-requantize", "Quantise again what has been quantised.")
+        bool, options.option("--allow-requantize", "Quantise matrices again that are already quantised.")
     ] = False,
     imatrix: Annotated[
         Path | None,

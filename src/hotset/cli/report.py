@@ -48,10 +48,10 @@ def report(
     model: options.ModelName,
     file: Annotated[
         Path | None,
-        options.option("--file -f", "Run this text: overlap, co-activation.", exists=True, dir_okay=False),
+        options.option("--file -f", "Text for overlap and co-activation.", exists=True, dir_okay=False),
     ] = None,
     profile: Annotated[
-        Path | None, options.option("--profile", "Its profile.", usual="the one beside it", dir_okay=False)
+        Path | None, options.option("--profile", "Its profile.", usual="next to the model", dir_okay=False)
     ] = None,
     output: Annotated[
         Path | None,

@@ -85,12 +85,6 @@ class AdapterOptions:
     scored: Annotated[
         float, options.option("--scored", "Share of positions whose logits count.", _TRAINING)
     ] = 1.0
-    quantised: Annotated[
-        bool,
-        options.option(
-            "--quantised", "Train with the matrices as the original's types store them.", _TRAINING
-        ),
-    ] = False
     guide: Annotated[
         float,
         options.option(
@@ -119,7 +113,6 @@ class AdapterOptions:
             activation=self.activation, rank=self.lora or 0, linear=linear, idle=self.idle,
             n_tokens=self.tokens, hours=hours, n_ctx=self.n_ctx, batch=self.batch, lr=lr,
             vector_lr=vector_lr, labels=self.labels, scored=self.scored, guide=self.guide, seed=self.seed,
-            quantised=self.quantised,
         )  # fmt: skip
 
 
@@ -129,7 +122,8 @@ class TextOptions:
 
     text: Annotated[list[str] | None, options.option("--text", "FILE[:WEIGHT]; repeatable.", _TEXT)] = None
     generate: Annotated[
-        str | None, options.option("--generate", "Tokens the teacher writes.", _TEXT, metavar="N[:WEIGHT]")
+        str | None,
+        options.option("--generate", "Tokens that the teacher writes.", _TEXT, metavar="N[:WEIGHT]"),
     ] = None
     on_policy: Annotated[
         str | None,
@@ -138,10 +132,10 @@ class TextOptions:
         ),
     ] = None
     chat: Annotated[
-        float, options.option("--chat", "Share of what is generated: answers.", _TEXT, min=0, max=1)
+        float, options.option("--chat", "Share of answers in generated text.", _TEXT, min=0, max=1)
     ] = 0.4
     held_out: Annotated[
-        Path | None, options.option("--held-out", "Evaluate on this.", _TEXT, usual="the end of a text")
+        Path | None, options.option("--held-out", "Text to evaluate on.", _TEXT, usual="the end of a text")
     ] = None
 
 

@@ -35,7 +35,8 @@ def trace(
         options.option("--file -f", "Run this text through the model.", exists=True, dir_okay=False),
     ] = None,
     output: Annotated[
-        Path | None, options.option("--output -o", "File to write.", usual="beside the model", dir_okay=False)
+        Path | None,
+        options.option("--output -o", "File to write.", usual="next to the model", dir_okay=False),
     ] = None,
     replay: Annotated[
         Path | None,

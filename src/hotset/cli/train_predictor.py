@@ -40,7 +40,7 @@ class TrainOptions:
         float, options.option("--recall", "Share of the firing neurons' magnitude to keep.")
     ] = 0.98
     precision: Annotated[
-        float, options.option("--precision", "Grow until so many of the selected neurons fire.")
+        float, options.option("--precision", "Grow until this share of the selected neurons fires.")
     ] = 0.6
     max_increase: Annotated[
         float, options.option("--max-increase", "Largest increase of perplexity against exact, in percent.")
@@ -92,7 +92,7 @@ def train_predictor(
     ] = None,
     directory: Annotated[
         Path | None,
-        options.option("--dir", "Folder for model_<layer>.pt.", usual="MODEL.predictors beside the model"),
+        options.option("--dir", "Folder for model_<layer>.pt.", usual="MODEL.predictors next to the model"),
     ] = None,
     format: Annotated[
         str | None,
@@ -101,7 +101,7 @@ def train_predictor(
     *,
     training: TrainOptions,
     keep: Annotated[
-        bool, options.option("--keep", "Keep pairs and checkpoints, to go on with other targets.")
+        bool, options.option("--keep", "Keep pairs and checkpoints, to continue with other targets.")
     ] = False,
     n_threads: options.Threads = None,
     activation: options.Activation = None,

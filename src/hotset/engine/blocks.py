@@ -219,9 +219,7 @@ class Copied:
         return data if self._pool.states.holds(at, since) else None
 
 
-def in_memory(
-    pool: BlockPool, memory: CacheMemory, prefix: Prefix, keys: Sequence[bytes]
-) -> Iterator[Copied]:
+def in_memory(pool: BlockPool, memory: CacheMemory, prefix: Prefix, keys: list[bytes]) -> Iterator[Copied]:
     """Yield the blocks of a prefix that the cache holds, up to the first gap. May run in any thread.
 
     A block's recurrent state, if it is worth storing, follows the block.

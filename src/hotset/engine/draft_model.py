@@ -250,9 +250,7 @@ class SelfDrafter(OfModel):
     def draft(self, wanted: Many[tuple[Sequence, int]]) -> list[Draft]:
         drafts = [Draft([], []) for _ in wanted]
         # A draft allocates no block: it ends where the sequence's last block ends.
-        room = [
-            min(n, len(sequence.blocks) * BLOCK_SIZE - len(sequence.tokens) + 1) for sequence, n in wanted
-        ]
+        room = [min(n, len(one.blocks) * BLOCK_SIZE - len(one.tokens) + 1) for one, n in wanted]
         table = np.full((len(wanted), max(len(sequence.blocks) for sequence, _ in wanted)), -1, np.int32)
         for row, (sequence, _) in zip(table, wanted, strict=True):
             row[: len(sequence.blocks)] = sequence.blocks

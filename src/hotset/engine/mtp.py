@@ -89,9 +89,7 @@ class MtpDrafter(OfModel):
         super().__init__(close)
         self._layer, self.reads, self._normed = layer, reads, normed
         assert layer.entering is not None
-        self._ends = np.zeros(
-            (layer.n_blocks, layer.entering.width), np.float32
-        )  # hidden state after a block
+        self._ends = np.zeros((layer.n_blocks, layer.entering.width), np.float32)  # states after each block
         self._followed: dict[Sequence, _Followed] = {}
 
     def reset(self) -> None:

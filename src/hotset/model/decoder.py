@@ -306,7 +306,7 @@ class _Decoder(GraphBuilder):
             return convolved(self, f"blk.{i}", layer.mixer, h)
         if isinstance(layer.mixer, StateSpaceMixer):
             out = state_space(self, f"blk.{i}", layer.mixer, h)
-            if not layer.mixer.beside:
+            if not layer.mixer.with_attention:
                 return out
             sum_ = self.value(f"blk.{i}.mixed", self.config.n_embd)
             return self.add(ops.Add(sum_, self._heads_attend(i, layer, h), out, **self.where))

@@ -4,7 +4,7 @@ A budget is a promise: weights, keys and values, workspace and the device's own 
 it. This module counts everything that a backend will hold, from the graph and the tensor table. It reads no
 weights and does not import torch. Python's integers do not overflow at 175 billion parameters.
 
-    facts = model_facts(graph, weights.tensors, kv_type="f16", n_blocks=64, max_batch=512)
+    facts = model_facts(graph, tensors, mode="exact", kv_type="f16", n_blocks=64, max_batch=512)
     facts.layers[0].neuron_bytes      bytes of one hot neuron of the first layer
 """
 

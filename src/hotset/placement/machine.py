@@ -267,15 +267,15 @@ def once(
     progress: Reporter | None = None,
     path: Path | None = None,
     *,
-    anew: bool = False,
+    again: bool = False,
 ) -> T:
     """Return the stored measurement under a key, or measure and store it.
 
     kept: converts the stored entry; it raises if the entry is damaged or from another version. said: the
-    message before measuring. path: the file; None: machine_file(). `anew` ignores the stored entry.
+    message before measuring. path: the file; None: machine_file(). again: ignore the stored entry.
     """
     path = path or machine_file()
-    if not anew:
+    if not again:
         with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):
             return kept(known(path)[key])
     if progress is not None:

@@ -86,7 +86,7 @@ class StageWorker:
             self._undone.callback(opened.gguf.close)
             if fingerprint(opened.gguf) != mark:
                 raise InvalidRequestError(
-                    f"{opened.gguf.path} is another file than that of the machine that asks; copy that one"
+                    f"{opened.gguf.path} differs from the file of the starting machine; copy that file"
                 )
             decided = plan_model(opened, mapped=True)
             self._undone.callback(decided.weights.close)

@@ -62,8 +62,7 @@ def batches(
 ) -> Iterator[Batch]:
     """Yield one sequence [n] as steps of n_step tokens with taps.
 
-    blocks: their numbers in the KV cache, int [ceil(n / BLOCK_SIZE)]. outputs: whether a tap only has rows of
-    output tokens.
+    blocks: block numbers, int [ceil(n / BLOCK_SIZE)]. outputs: whether a tap only has rows of output tokens.
     slots: of recurrent states, int32 [1, 2]; None: the first two.
     """
     table = np.asarray(blocks, np.int32)[None]

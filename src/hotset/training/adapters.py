@@ -8,7 +8,8 @@ than half the ranks in float16. The metadata name the activation, the rank and t
 
 Merging writes the GGUF file again: weight + b @ a, rows of ffn_up times the neurons' scales, biases, linear
 paths in the places of retired neurons (with a gate of 1 for every input), and the activation in its key. The
-down projections are stored neuron-major (ffn_down_t), so that each neuron has blocks, and scales, of its own.
+down projections are neuron-major (ffn_down_t), so that idle neurons are neither read nor share scales with
+others, and in eight bits: some channels of the output are a hundred times as large as the others in a block.
 Everything else, including the tokenizer and the embedding, is copied byte for byte.
 """
 
@@ -32,6 +33,7 @@ from hotset.formats.encode import FITTED, Importance, recode
 from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, copy_metadata
 from hotset.formats.quants import GGMLType, dequantize, fitting
 from hotset.formats.recommended import recommend
+from hotset.formats.requantize import FLOATS
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 
@@ -191,7 +193,8 @@ def merge(
 ) -> None:
     """Write the model of `gguf` merged with the adapters.
 
-    type: of the changed matrices; None: each keeps its type. sampling: parameters to recommend
+    type: of the changed matrices; None: each keeps its type, but quantised down projections become Q8_0.
+    sampling: parameters to recommend
     (formats/recommended.py); other recommendations are copied from `gguf`. importance: of the merged model's
     inputs, which weights the errors. A matrix whose rows are not a multiple of the type's block size becomes
     F16. Raises InvalidRequestError if the adapters belong to other weights, or a type cannot be written, and
@@ -228,7 +231,10 @@ def merge(
         if _MATRIX.fullmatch(name):
             by_neuron = stem.endswith(".ffn_down")
             shape = info.shape[::-1] if by_neuron else info.shape
-            stored = fitting(info.type if type is None else type, shape[0])
+            wanted = info.type if type is None else type
+            if by_neuron and wanted not in FLOATS:
+                wanted = GGMLType.Q8_0
+            stored = fitting(wanted, shape[0])
             weights = None if importance is None else importance.weights(name, info.shape)
             data = partial(_encoded, gguf, name, adapters, stored, weights)
             writer.add_tensor(f"{stem}_t.weight" if by_neuron else name, data, stored, shape)
@@ -253,13 +259,11 @@ def _encoded(
 ) -> np.ndarray:
     """Return the bytes of a merged matrix, uint8 [rows, row bytes]; a down projection's rows are neurons.
 
-    weights: of the errors by input, float32 [1, n_in]. The inputs of a down projection are its rows, so within
-    a row all errors weigh the same.
+    weights: of the errors by input, float32 [1, n_in].
     """
     values = _merged(gguf, name, adapters)
     if name.endswith(".ffn_down.weight"):
         values = np.ascontiguousarray(values.T)
-        weights = None if weights is None else np.ones((1, values.shape[1]), np.float32)
     n_rows, width = values.shape
     fitted = None if weights is None or type not in FITTED else Importance(weights, n_rows)
     try:

@@ -63,8 +63,7 @@ class SparsifySettings:
     vector_lr: of norms, biases and scales. price: initial price of an active neuron. guide: initial weight of
     the residual streams' distance. scored: share of the positions at which a step compares the distributions
     (the rows of logits take a fifth of its time). labels: weight of the text's next token in the target,
-    relative to the teacher's distribution. quantised: train the values that a file of the original's types
-    holds. warmup: steps.
+    relative to the teacher's distribution. warmup: steps.
     """
 
     activation: str = "relu"
@@ -81,7 +80,6 @@ class SparsifySettings:
     guide: float = 0.5
     scored: float = 1.0
     labels: float = 0.0
-    quantised: bool = False
     warmup: int = 20
     final_lr: float = 0.05
     seed: int = 0
@@ -226,13 +224,7 @@ class Training:
         self.base, self.teacher, self.texts = base, teacher, texts
         self.folder, self.settings = folder, settings
         self.process, self.n_processes = processes
-        self.student = Student(
-            base,
-            settings.activation,  # type: ignore[arg-type]
-            settings.rank,
-            seed=settings.seed,
-            quantised=settings.quantised,
-        )
+        self.student = Student(base, settings.activation, settings.rank, seed=settings.seed)  # type: ignore[arg-type]
         output = base.graph.ops[-1]
         assert isinstance(output, Linear)  # load_base rejects others
         self._output = output

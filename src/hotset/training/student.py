@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -26,8 +25,6 @@ from torch.nn import functional as F  # noqa: N812
 from hotset.backends.torch.functions import rms_norm
 from hotset.backends.torch.graph import Compute, Step, TorchGraph
 from hotset.errors import InvalidRequestError, UnsupportedModelError
-from hotset.formats.encode import recode
-from hotset.formats.quants import GGMLType, fitting
 from hotset.model import operations as ops
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
@@ -100,50 +97,29 @@ class LowRankLinear(torch.autograd.Function):
     """x [..., n_in] -> x @ (weight + b @ a).T + bias, with a separate, trained low-rank product.
 
     The sums are computed within the products, forward and backward, instead of in separate passes over
-    memory. whole: `weight` is already the quantised sum, so b @ a is not added. Its gradient goes to a and b
-    unchanged (straight through).
+    memory.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, whole: bool = False
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
         low = flat @ a.T
         out = F.linear(flat, weight, bias)
         ctx.save_for_backward(flat, weight, a, b, low)
-        ctx.shape, ctx.whole = x.shape, whole
-        return (out if whole else out.addmm_(low, b.T)).view(*x.shape[:-1], -1)
+        ctx.shape = x.shape
+        return out.addmm_(low, b.T).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b, low = ctx.saved_tensors
         grad = grad.flatten(0, -2)
         grad_low = grad @ b
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        if grad_x is not None and not ctx.whole:
-            grad_x.addmm_(grad_low, a)
+        grad_x = (grad @ weight).addmm_(grad_low, a) if ctx.needs_input_grad[0] else None
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return (
             None if grad_x is None else grad_x.view(ctx.shape), None, grad_bias,
-            grad_low.T @ x, grad.T @ low, None,
+            grad_low.T @ x, grad.T @ low,
         )  # fmt: skip
-
-
-def quantised(matrix: Tensor, type: GGMLType, *, by_column: bool = False) -> Tensor:
-    """Return a matrix [n_out, n_in] with the values that a file of `type` holds.
-
-    by_column: the blocks run along the columns, as in a neuron-major down projection. The gradient passes
-    straight through.
-    """
-    rows = (matrix.T if by_column else matrix).detach().float().cpu().contiguous().numpy()
-    width, n_threads = rows.shape[1], torch.get_num_threads()
-    stored = fitting(type, width)
-    codes = recode(rows.reshape(-1).view(np.uint8), GGMLType.F32, width, stored, n_threads)
-    values = recode(codes, stored, width, GGMLType.F32, n_threads).view(np.float32)
-    found = torch.from_numpy(values).to(matrix.device)
-    found = found.T.contiguous() if by_column else found
-    return matrix + (found - matrix).detach() if matrix.requires_grad else found
 
 
 class Student(nn.Module):
@@ -155,16 +131,11 @@ class Student(nn.Module):
     blk/N/ffn_linear/a [k, n_embd], /b [n_embd, k], if a layer has a linear path: k neurons are retired (scale
     0, gate far below zero). In a file, neurons with a constant gate of 1 replace them, with a in ffn_up and b
     in ffn_down.
-
-    quantised: compute with the matrices as a file of the original's types will hold them.
     """
 
-    def __init__(
-        self, base: TorchGraph, activation: ReluKind, rank: int, *, seed: int = 0, quantised: bool = False
-    ) -> None:
+    def __init__(self, base: TorchGraph, activation: ReluKind, rank: int, *, seed: int = 0) -> None:
         super().__init__()
-        self.base, self.activation, self.rank, self.quantised = base, activation, rank, quantised
-        self._stored: dict[str, tuple[tuple[int, int], Tensor]] = {}
+        self.base, self.activation, self.rank = base, activation, rank
         self.values = nn.ParameterDict()
         generator = torch.Generator().manual_seed(seed)
 
@@ -222,41 +193,18 @@ class Student(nn.Module):
         own = self.get(f"{name}.bias")
         bias = bias if own is None else own
         if (delta := self.get(f"{name}.delta")) is not None:
-            return F.linear(x, self._as_stored(f"{name}.weight", weight + delta), bias)
+            return F.linear(x, weight + delta, bias)
         a, b = self.get(f"{name}.a"), self.get(f"{name}.b")
         if a is None or b is None:
             return F.linear(x, weight, bias)
-        if self.quantised:
-            weight = self._stored_sum(f"{name}.weight", weight, a, b)
-        out: Tensor = LowRankLinear.apply(x, weight, bias, a, b, self.quantised)  # type: ignore[no-untyped-call]
+        out: Tensor = LowRankLinear.apply(x, weight, bias, a, b)  # type: ignore[no-untyped-call]
         return out
-
-    def _as_stored(self, tensor: str, matrix: Tensor) -> Tensor:
-        """Return a matrix, or rows or columns of it, as the file will hold them, if requested."""
-        if not self.quantised:
-            return matrix
-        type = self.base.weights.tensors[tensor].type
-        return quantised(matrix, type, by_column=tensor.endswith(".ffn_down.weight"))
-
-    @torch.no_grad()
-    def _stored_sum(self, tensor: str, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Return the stored weight + b @ a. It is kept until a or b changes."""
-        versions = a._version, b._version
-        found = self._stored.get(tensor)
-        if found is None or found[0] != versions:
-            found = versions, self._as_stored(tensor, torch.addmm(weight, b, a))
-            self._stored[tensor] = found
-        return found[1]
 
     def ffn_out(self, ffn: ops.Ffn, neurons: Tensor, x: Tensor) -> Tensor:
         """Return the contribution of neurons, and of the linear path from the input x, to the stream."""
         out = self.linear(ffn.down, neurons)
-        blk = f"blk.{ffn.layer}"
-        a, b = (self.get(f"{blk}.ffn_linear.{name}") for name in "ab")
-        if a is None or b is None:
-            return out
-        up, down = self._as_stored(f"{blk}.ffn_up.weight", a), self._as_stored(f"{blk}.ffn_down.weight", b)
-        return out + F.linear(F.linear(x, up), down)
+        a, b = (self.get(f"blk.{ffn.layer}.ffn_linear.{name}") for name in "ab")
+        return out if a is None or b is None else out + F.linear(F.linear(x, a), b)
 
     def _neurons(self, ffn: ops.Ffn, step: Step, activity: Activity | None) -> Tensor:
         assert ffn.gate is not None

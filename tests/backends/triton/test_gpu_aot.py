@@ -67,17 +67,7 @@ def decode_step() -> None:
     kernels.gated(new(1, D), weights(Q4_0, 2 * N_FF, D), activation="silu")
     _, h = kernels.linear_normed(new(1, D), weights(Q4_0, D, D), None, new(1, D), new(D), 1e-5)
     kernels.project_heads(
-        h,
-        weights(Q4_0, 6144, D),
-        None,
-        new(2, 1, 64),
-        blocks,
-        blocks,
-        table,
-        one,
-        one,
-        n_head=32,
-        kind="neox",
+        h, weights(Q4_0, 6144, D), None, new(2, 1, 64), *[blocks] * 2, table, one, one, n_head=32, kind="neox"
     )
 
 

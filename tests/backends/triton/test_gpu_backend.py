@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import batch, cpu_backend, logits_of, tokens
+from backend_runs import batch, logits_of, tokens
 from cases import quick_are, quick_if
 from fake_cold import FakeCpuWorker
 from gpu_runs import N_FF, N_LAYER, T, assert_close, gpu, gpu_stage, masks, run, split, write
@@ -45,29 +45,10 @@ def assert_is_reference(gguf: GGUFFile, kv_type: Any = "f32", **options: Any) ->
 # ---- dense models ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "bamboo"])
-def test_dense_models(tmp_path: Path, architecture: str) -> None:
-    assert_is_reference(open_gguf(write_llama(tmp_path / "m.gguf", architecture=architecture)))
-
-
-@pytest.mark.parametrize("keys", [{"llama.attention.sliding_window": 20}, {"llama.rope.dimension_count": 16}])
-def test_windows_and_partial_rotation(tmp_path: Path, keys: dict) -> None:
-    assert_is_reference(open_gguf(write_llama(tmp_path / "m.gguf", tied=True, keys=keys)))
-
-
 @pytest.mark.parametrize("type_", [*TYPES, T.Q4_K, T.Q6_K], ids=lambda t: t.name)
 def test_every_tensor_type(tmp_path: Path, type_: GGMLType) -> None:
     path = write_llama(tmp_path / "m.gguf", n_embd=256, n_ff=256, head_dim=64, type_of=lambda _: type_)
     assert_is_reference(open_gguf(path))
-
-
-def test_half_precision_cache(tmp_path: Path) -> None:
-    gguf = open_gguf(write_llama(tmp_path / "m.gguf"))
-    graph = describe(config_from_gguf(gguf), gguf.tensors)
-    ids = tokens(70)
-    expected = logits_of(ReferenceBackend(gguf, graph, n_blocks=8, kv_type="f16"), ids, [], [3, 1])
-    # A key may be rounded to the other neighbour: an error of 2^-11, which passes through a softmax.
-    assert_close(logits_of(gpu(gguf, graph, kv_type="f16"), ids, [64], [3, 1]), expected, 5e-3)
 
 
 # ---- ReLU models -------------------------------------------------------------------------------------------
@@ -204,20 +185,6 @@ def test_always_computed_neurons_need_no_score(tmp_path: Path, model: str) -> No
 # ---- sequences, blocks, taps -------------------------------------------------------------------------------
 
 
-def test_sequences_of_a_batch_do_not_meet(tmp_path: Path) -> None:
-    ready, graph = prepared(write(tmp_path, "bamboo"), "predicted")
-    backend = gpu(ready.weights, graph, n_blocks=12)
-    alone = gpu(ready.weights, graph, n_blocks=12)
-    first, second, third = tokens(70, 1), tokens(5, 2), tokens(20, 3)
-    backend.step(batch([(first[:30], 0, [5, 0]), (second, 0, [8])]))
-    found = backend.step(batch([(first[30:], 30, [5, 0]), (third, 0, [2])])).logits.copy()
-    assert_close(found[:40], logits_of(alone, first, [30], [10, 11])[30:])
-    assert_close(found[40:], logits_of(alone, third, [], [9]))
-    again = backend.step(batch([(tokens(1, 4), 5, [8]), (tokens(1, 5), 20, [2])])).logits.copy()
-    whole = np.concatenate([second, tokens(1, 4)])
-    assert_close(again[:1], logits_of(alone, whole, [], [1])[5:])
-
-
 def test_a_shared_prefix_on_blocks_out_of_order(tmp_path: Path) -> None:
     gguf = open_gguf(write_llama(tmp_path / "m.gguf", n_ctx=512))
     graph = describe(config_from_gguf(gguf), gguf.tensors)
@@ -231,24 +198,6 @@ def test_a_shared_prefix_on_blocks_out_of_order(tmp_path: Path) -> None:
     for rows, more in ((found[:9], tail), (found[9:], other)):
         whole = logits_of(reference, np.concatenate([prefix, more]), [], [0, 1, 2])
         assert_close(rows, whole[2 * BLOCK_SIZE :])
-
-
-def test_only_the_outputs_that_are_wanted(tmp_path: Path) -> None:
-    gguf = open_gguf(write_llama(tmp_path / "m.gguf"))
-    graph = describe(config_from_gguf(gguf), gguf.tensors)
-    backend = gpu(gguf, graph, max_batch=256)
-    whole = batch([(tokens(100), 0, [0, 1])])
-    every = backend.step(whole).logits.copy()  # more rows than the logits' buffer holds
-    assert every.shape == (100, 96)
-    for wanted in ([99], [3, 50]):
-        part = type(whole)(
-            whole.tokens, whole.positions, whole.sequences, whole.block_tables, np.array(wanted, np.int32)
-        )
-        assert_close(backend.step(part).logits, every[wanted])
-    none = np.zeros(0, np.int32)
-    part = type(whole)(whole.tokens, whole.positions, whole.sequences, whole.block_tables, none, ("logits",))
-    result = backend.step(part)
-    assert result.logits.shape == result.taps["logits"].shape == (0, 96)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -430,17 +379,6 @@ def test_unsupported_split_layers_are_refused(tmp_path: Path) -> None:
         gpu_stage(ready.weights, graph, n_blocks=1, max_batch=8, hot=masks(0.3))
 
 
-def test_a_failure_of_the_cold_half_ends_the_step(tmp_path: Path) -> None:
-    ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
-    stage, cold = split(ready.weights, graph, masks(0.3))
-    expected = run(stage, tokens(9))
-    cold.fails = True
-    with pytest.raises(RuntimeError, match="cold half failed"):
-        run(stage, tokens(9))
-    cold.fails = False
-    np.testing.assert_array_equal(run(stage, tokens(9)), expected)
-
-
 # ---- memory, errors, capture -------------------------------------------------------------------------------
 
 
@@ -489,24 +427,3 @@ def test_errors_are_single_messages(tmp_path: Path) -> None:
     opt = gpu(learned, describe(config_from_gguf(learned), learned.tensors))
     with pytest.raises(InvalidRequestError, match="past 19"):
         opt.step(batch([(tokens(21), 0, [0])]))
-
-
-def test_the_engine_takes_it_as_any_backend(tmp_path: Path) -> None:
-    from hotset.engine.engine import Engine
-    from hotset.engine.sampler import SamplingParams
-
-    gguf = open_gguf(write_llama(tmp_path / "m.gguf"))
-    graph = describe(config_from_gguf(gguf), gguf.tensors)
-    texts = []
-    for backend in (gpu(gguf, graph), cpu_backend(gguf, graph, n_blocks=8, kv_type="f32", n_threads=1)):
-        engine = Engine(backend, 128)
-        sequences = [
-            engine.enqueue(
-                engine.prepare(tokens(20, i).tolist(), SamplingParams(temperature=0, max_tokens=12))
-            )
-            for i in range(3)
-        ]
-        while engine.has_work:
-            engine.step()
-        texts.append([sequence.tokens for sequence in sequences])
-    assert texts[0] == texts[1]

@@ -143,7 +143,7 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert measuring.measure("xpu", n_threads=1, path=path) == known
     assert len(calls) == 1
     measuring.measure("xpu", n_threads=2, path=path)  # another number of threads counts as another machine
-    measuring.measure("xpu", n_threads=1, path=path, anew=True)
+    measuring.measure("xpu", n_threads=1, path=path, again=True)
     assert len(calls) == 3
     assert len(json.loads(path.read_text())) == 2
     path.write_text("{")  # damaged: measured again

@@ -211,7 +211,5 @@ def test_a_thread_copies_blocks_between_steps(tmp_path: Path, monkeypatch: pytes
             copied = [pool.submit(stage.read_block, 5) for _ in range(20)]
             assert np.array_equal(logits_of(backend, ids, list(range(60, 70)), [3, 1]), expected)
             assert {one.result() for one in copied} == {block}
-        assert n_alone == 11 * 2 + 20 * len(
-            stage._block_parts()
-        )  # a submission and a read of logits per step
+        assert n_alone == 11 * 2 + 20 * len(stage._block_parts())  # per step a submission, a read of logits
         assert stage.read_block(3) == block

@@ -145,9 +145,9 @@ def test_experts_are_rearranged_during_steps(tmp_path: Path, monkeypatch: pytest
     """Check a copying thread, as with hardware: an expert is used after its arrival, not during the copy."""
     made = VulkanExpertCache.__init__
 
-    def with_thread(self: VulkanExpertCache, *arguments: Any, beside: bool) -> None:
-        assert not beside
-        made(self, *arguments, beside=True)
+    def with_thread(self: VulkanExpertCache, *arguments: Any, in_thread: bool) -> None:
+        assert not in_thread
+        made(self, *arguments, in_thread=True)
 
     gguf, ids = model(tmp_path), tokens(40)
     steps = [18, *range(20, 40)]

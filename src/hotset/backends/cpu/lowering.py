@@ -297,7 +297,7 @@ def _cells_of_counts(layers: np.ndarray, of_ffn: np.ndarray, emit: _Emission) ->
     cells[ups, selected] = 0
     cells[products, active] = 0
     cells[~of_ffn, :left_out] = 0  # rows of predictors do not count as neurons
-    cells[emit.beside, :left_out] = 0
+    cells[emit.shared, :left_out] = 0
     return cells.ravel().astype(np.int32)
 
 
@@ -311,7 +311,7 @@ class _Emission:
     """A writer of native operations.
 
     at: layer and part of each operation so far. gates, ups: indices of operations that compute only an FFN's
-    gates, and only its `up`. products: operations whose values are not yet neuron values. beside: indices of
+    gates, and only its `up`. products: operations whose values are not yet neuron values. shared: indices of
     shared experts' operations. largest: as in Lowered. logits: the last value; its largest logits are found
     if its width is a multiple of LOGIT_GROUP.
     """
@@ -329,7 +329,7 @@ class _Emission:
         self.gates: list[int] = []
         self.ups: list[int] = []
         self.products: list[int] = []
-        self.beside: list[int] = []
+        self.shared: list[int] = []
         self.logits: Value | None = None
         self.largest = -1
 
@@ -544,7 +544,7 @@ class _Emission:
         first = len(self.at)
         self._ffn_alone(ffn, group)
         if ffn.shared:
-            self.beside.extend(range(first, len(self.at)))
+            self.shared.extend(range(first, len(self.at)))
 
     def _ffn_alone(self, ffn: Ffn, group: Fused) -> None:
         self._await(ffn.gate, ffn.up)
@@ -558,7 +558,7 @@ class _Emission:
         elif self._leaves_out_rows(ffn):
             fetched = self._neurons(ffn)
         else:
-            assert ffn.up_act is None, "an activation of up stands beside one with zeros alone"
+            assert ffn.up_act is None, "an activation of up needs one with zeros"
             # Only the product of gate and up exists: both use its buffer.
             products = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
             xielu = ffn.gate_act.xielu

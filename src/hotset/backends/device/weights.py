@@ -18,13 +18,13 @@ Numbers = TypeVar("Numbers")  # a device's array of numbers
 class KeptWeights(ABC, Generic[Numbers]):
     """The weights of a stage on a device. A backend defines how numbers and matrices get there.
 
-    kept: the weights on the device, by key. beside: those of a stage of the same model, which are not loaded
+    kept: the weights on the device, by key. loaded: those of a stage of the same model, which are not loaded
     again.
     """
 
-    def __init__(self, source: WeightSource, beside: Mapping[object, Any] | None = None) -> None:
+    def __init__(self, source: WeightSource, loaded: Mapping[object, Any] | None = None) -> None:
         self.source = source
-        self.kept: dict[object, Any] = dict(beside or {})
+        self.kept: dict[object, Any] = dict(loaded or {})
 
     @abstractmethod
     def upload(self, values: np.ndarray) -> Numbers:

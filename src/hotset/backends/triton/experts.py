@@ -74,7 +74,7 @@ class GpuExpertCache(ExpertCache):
         self.host = HostExperts(weights, {ffn.layer: parts_of(ffn) for ffn in ffns}, registrar)
         # A thread unpacks and copies bytes during the steps; a simulated GPU uses the CPU during a step.
         super().__init__(
-            ffns, weights.source.tensors, n_slots, beside=self.device.type != "cpu", empty=n_spare > 0
+            ffns, weights.source.tensors, n_slots, in_thread=self.device.type != "cpu", empty=n_spare > 0
         )
         self._slots = [
             _empty_slots(group.layout, group.n_slots, n_spare, self.device) for group in self.groups

@@ -78,7 +78,7 @@ class StepInputs:
 
     positions, sequences, outputs: int32 [max_batch]. thresholded: int32 [max_batch], not 0 if small values of
     the token count as zero. block_tables: int32 [max_batch, n_blocks], a row per sequence of the step.
-    vectors: float32 [max_batch, width], by the id of the graph's value. copies: a test's copies.
+    vectors: float32 [max_batch, width], by the id of the graph's value. copies: for tests.
     """
 
     def __init__(

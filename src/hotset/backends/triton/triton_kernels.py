@@ -534,14 +534,14 @@ def _project_heads_kernel(
         position = tl.load(positions + t, mask=there, other=0)
         sequence = tl.load(sequences + t, mask=there, other=0).to(tl.int64)
         kv_block = tl.load(tables + sequence * max_kv_blocks + position // KV_BLOCK, mask=there, other=-1)
-        has_kv_block = (kv_block >= 0)[:, None]
+        stored = (kv_block >= 0)[:, None]
         if pair * 2 < n_turned:
             _store_pair(
-                k_blocks, kv_block, position, rows_a - n_q, rows_b - n_q, a, b, has_kv_block, n_head_kv, DIM
+                k_blocks, kv_block, position, rows_a - n_q, rows_b - n_q, a, b, stored, n_head_kv, DIM
             )
         else:
             _store_pair(
-                v_blocks, kv_block, position, rows_a - n_turned, rows_b - n_turned, a, b, has_kv_block,
+                v_blocks, kv_block, position, rows_a - n_turned, rows_b - n_turned, a, b, stored,
                 n_head_kv, DIM_V,
             )  # fmt: skip
 
@@ -1702,9 +1702,8 @@ def _heads_kernel(
     if k is not None:  # noqa: SIM102
         if head >= n_head:
             position = tl.load(positions + t)
-            kv_block = tl.load(
-                tables + tl.load(sequences + t).to(tl.int64) * max_kv_blocks + position // KV_BLOCK
-            )
+            table = tables + tl.load(sequences + t).to(tl.int64) * max_kv_blocks
+            kv_block = tl.load(table + position // KV_BLOCK)
             is_key = head < n_head + n_head_kv
             kv = (head - n_head) % n_head_kv
             slot = (kv_block.to(tl.int64) * n_head_kv + kv) * KV_BLOCK + position % KV_BLOCK
@@ -2625,8 +2624,7 @@ def attention(
         )  # fmt: skip
         return out
     tile = token_tile(head, group, is_half=is_half, amd=amd)
-    # Many tokens give enough programs.
-    least = max_kv_blocks if n_tokens >= PROMPT_TOKENS else SPLIT_KV_BLOCKS
+    least = max_kv_blocks if n_tokens >= PROMPT_TOKENS else SPLIT_KV_BLOCKS  # prompts need no splits
     kv_blocks_of_split = max(least, -(-max_kv_blocks // MAX_ATTENTION_SPLITS))
     n_splits = -(-max_kv_blocks // kv_blocks_of_split)
     sums, stats = out, None

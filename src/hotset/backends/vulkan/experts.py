@@ -37,7 +37,7 @@ from hotset.offload.expert_cache import ExpertCache, Group, parts_of
 class VulkanExpertCache(ExpertCache):
     """The expert cache of a VulkanStage.
 
-    beside: a thread rearranges experts during the steps; False: all work is done between two steps.
+    in_thread: a thread rearranges experts during the steps; False: all work is done between two steps.
     nbytes: bytes of device memory, all allocated at the start.
     """
 
@@ -51,9 +51,9 @@ class VulkanExpertCache(ExpertCache):
         ffns: Sequence[Ffn],
         n_slots: int,
         *,
-        beside: bool,
+        in_thread: bool,
     ) -> None:
-        super().__init__(ffns, source.tensors, n_slots, beside=beside, least=1)
+        super().__init__(ffns, source.tensors, n_slots, in_thread=in_thread, least=1)
         self._source, weights = source, VulkanWeights(source, device)
         self._slots: list[dict[str, tuple[VulkanMatrix, BufferRange | None]]] = []
         for group in self.groups:

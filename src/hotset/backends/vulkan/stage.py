@@ -159,8 +159,8 @@ class VulkanStage(DeviceStage):
             return None
         # A software driver would compete with the thread for the CPU. Without the thread, experts arrive
         # before the next step.
-        beside = not self.info.is_software
-        return VulkanExpertCache(self.weights, self._device, ffns, n_slots, beside=beside)
+        in_thread = not self.info.is_software
+        return VulkanExpertCache(self.weights, self._device, ffns, n_slots, in_thread=in_thread)
 
     def _allocate_caches(self) -> None:
         """Allocate keys and values for layers that have none yet, and states."""

@@ -53,12 +53,15 @@ class VulkanMatrix:
 
 
 class VulkanWeights(KeptWeights[BufferRange]):
-    """The weights of a stage on a device. beside: those of a stage of the same model on the device."""
+    """The weights of a stage on a device.
+
+    loaded: weights of the same model on the device; tensors that it holds are not loaded again.
+    """
 
     def __init__(
-        self, source: WeightSource, device: _core.VulkanDevice, beside: VulkanWeights | None = None
+        self, source: WeightSource, device: _core.VulkanDevice, loaded: VulkanWeights | None = None
     ) -> None:
-        super().__init__(source, None if beside is None else beside.kept)
+        super().__init__(source, None if loaded is None else loaded.kept)
         self._max_range = int(device.max_range)
         self.tensors = source.tensors
         self.arena = BufferArena(device)
