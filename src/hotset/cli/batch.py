@@ -25,10 +25,9 @@ def batch(
         Path, typer.Argument(help="Requests, one per line, in OpenAI's batch format.", show_default=False)
     ],
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", dir_okay=False, help="File to which answers are appended."),
+        Path, options.option("--output -o", "File to which answers are appended.", dir_okay=False)
     ],
-    model: Annotated[str | None, typer.Option("--model", "-m", help=options.MODEL_HELP)] = None,
+    model: Annotated[str | None, options.option("--model -m", options.MODEL_HELP)] = None,
     alias: options.Alias = None,
     max_sequences: options.Parallel = 16,
     n_seqs: options.Contexts = 4,

@@ -28,35 +28,29 @@ if TYPE_CHECKING:
 
 Labels = Annotated[
     Path | None,
-    typer.Option(
-        "--labels", exists=True, dir_okay=False, help="Labels, one per line, for questions without labels."
+    options.option(
+        "--labels", "Labels, one per line, for questions without labels.", exists=True, dir_okay=False
     ),
 ]
 NumShots = Annotated[
     int | None,
-    typer.Option(
-        "--shots",
-        "--num-fewshot",
+    options.option(
+        "--shots --num-fewshot",
+        "Answered examples before each question.",
+        usual="0, or the task file's",
         min=0,
-        help="Answered examples before each question.",
-        show_default="0, or the task file's",
     ),
 ]
 Examples = Annotated[
     Path | None,
-    typer.Option(
-        "--examples", exists=True, dir_okay=False, help="File of the examples, in a format of FILE."
-    ),
+    options.option("--examples", "File of the examples, in a format of FILE.", exists=True, dir_okay=False),
 ]
 ExampleLabels = Annotated[
-    Path | None,
-    typer.Option("--example-labels", exists=True, dir_okay=False, help="Labels for --examples."),
+    Path | None, options.option("--example-labels", "Labels for --examples.", exists=True, dir_okay=False)
 ]
 LogSamples = Annotated[
     Path | None,
-    typer.Option(
-        "--log-samples", dir_okay=False, help="Write each question with its answer as a line of JSON."
-    ),
+    options.option("--log-samples", "Write each question with its answer as a line of JSON.", dir_okay=False),
 ]
 
 
@@ -76,11 +70,10 @@ def evaluate(
     examples: Examples = None,
     example_labels: ExampleLabels = None,
     seed: Annotated[
-        int, typer.Option("--seed", "-s", help="Seed of the examples' choice; the harness has 1234.")
+        int, options.option("--seed -s", "Seed of the examples' choice; the harness has 1234.")
     ] = SEED,
     limit: Annotated[
-        int | None,
-        typer.Option("--limit", min=1, help="Ask only the first N questions.", show_default="all"),
+        int | None, options.option("--limit", "Ask only the first N questions.", usual="all", min=1)
     ] = None,
     log_samples: LogSamples = None,
     json: options.Json = False,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -106,27 +106,33 @@ class BlockPool:
         has its `first` blocks, pass the serial number of the last one as `parent`; only later blocks are
         returned.
         """
-        blocks: list[int] = []
-        serial = parent
-        if max_blocks <= first or not self._blocks:
-            return blocks, serial
-        n_whole = 0  # blocks up to the last saved state
-        data = np.asarray(tokens[first * BLOCK_SIZE : max_blocks * BLOCK_SIZE], dtype=np.int32)
-        for start in range(0, len(data) - BLOCK_SIZE + 1, BLOCK_SIZE):
-            n = n_unthresholded_in_block(first_thresholded_token, first + start // BLOCK_SIZE)
-            block = self._blocks.get((serial, n, data[start : start + BLOCK_SIZE].tobytes()))
-            if block is None:
-                break
-            blocks.append(block)
-            serial = self._serials[block]
-            if self.states is None or self.states.has(serial):
-                n_whole = len(blocks)
-        del blocks[n_whole:]
-        for block in blocks:
+        found = self._prefix(tokens, range(first, max_blocks), first_thresholded_token, parent)
+        for block, _ in found:
             if self._references[block] == 0:
                 del self._idle[block]
             self._references[block] += 1
-        return blocks, self._serials[blocks[-1]] if blocks else parent
+        return [block for block, _ in found], found[-1][1] if found else parent
+
+    def _prefix(
+        self, tokens: Sequence[int], blocks: range, first_thresholded_token: int, parent: int
+    ) -> list[tuple[int, int]]:
+        """Return the blocks that `match` finds, and their serial numbers."""
+        found = list(self._cached(tokens, blocks, first_thresholded_token, parent))
+        while found and self.states is not None and not self.states.has(found[-1][1]):
+            found.pop()
+        return found
+
+    def _cached(
+        self, tokens: Sequence[int], blocks: range, first_thresholded_token: int, parent: int
+    ) -> Iterator[tuple[int, int]]:
+        """Yield the cached blocks of a sequence and their serial numbers, up to the first that is missing."""
+        for i in blocks:
+            block = tokens[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]
+            found = self.find(parent, block, n_unthresholded_in_block(first_thresholded_token, i))
+            if found is None:
+                return
+            yield found
+            parent = found[1]
 
     def find(self, parent: int, tokens: Sequence[int], n_unthresholded: int) -> tuple[int, int] | None:
         """Return the block with these tokens after `parent`, and its serial number; None if not found.
@@ -152,16 +158,7 @@ class BlockPool:
         self, tokens: Sequence[int], max_blocks: int, first_thresholded_token: int, root: int = ROOT
     ) -> int:
         """Return how many blocks `match` would find now. root: the parent of the first block."""
-        n_whole, serial = 0, root
-        for i in range(max_blocks):
-            block = tokens[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]
-            found = self.find(serial, block, n_unthresholded_in_block(first_thresholded_token, i))
-            if found is None:
-                break
-            serial = found[1]
-            if self.states is None or self.states.has(serial):
-                n_whole = i + 1
-        return n_whole
+        return len(self._prefix(tokens, range(max_blocks), first_thresholded_token, root))
 
     def register(
         self, block: int, parent: int, tokens: Sequence[int], n_unthresholded: int = BLOCK_SIZE
@@ -199,19 +196,12 @@ class BlockPool:
         self, tokens: Sequence[int], n_blocks: int, first_thresholded_token: int, root: int = ROOT
     ) -> None:
         """Forget the blocks of a prefix that no sequence uses, from its end. root: the first one's parent."""
-        found: list[int] = []
-        serial = root
-        for i in range(n_blocks):
-            block = tokens[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]
-            place = self.find(serial, block, n_unthresholded_in_block(first_thresholded_token, i))
-            if place is None:
-                break
-            found.append(place[0])
-            serial = place[1]
-        while found and self._references[block_ := found.pop()] == 0:
-            del self._idle[block_]
-            self._forget(block_)
-            self._empty.append(block_)
+        cached = self._cached(tokens, range(n_blocks), first_thresholded_token, root)
+        found = [block for block, _ in cached]
+        while found and self._references[block := found.pop()] == 0:
+            del self._idle[block]
+            self._forget(block)
+            self._empty.append(block)
 
     def clear(self) -> None:
         """Forget every prefix; blocks in use stay in use."""

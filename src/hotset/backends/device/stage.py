@@ -52,11 +52,11 @@ class DeviceWorker(Protocol):
         ...
 
     def counts(self) -> np.ndarray:
-        """Return the counts of each of `layers`, as Stage.counts does."""
+        """Return the first 5 of base.COUNTS of each layer in the latest step, int64 [len(layers), 5]."""
         ...
 
     def seconds(self) -> np.ndarray:
-        """Return the seconds of each of `layers`."""
+        """Return the seconds of each of `layers` in the latest step, float64 [len(layers)]."""
         ...
 
     def cancel(self, reason: str) -> None:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from hotset.backends.decoded import decoded_vector
+from hotset.backends.device.stage import DeviceWorker
 from hotset.backends.triton.experts_fetch import Fetcher, FetchPlan
 from hotset.backends.triton.fallback import N_COUNTS, Entering, TokenThreshold
 from hotset.backends.triton.kernels import Kernels
@@ -43,15 +44,14 @@ from hotset.model.operations import PARTS, Primitive, Value, has_zeros, one_matr
 from hotset.model.rope import position_gain
 
 
-class CpuWorkerProtocol(Protocol):
+class CpuWorkerProtocol(DeviceWorker, Protocol):
     """The CPU worker of split layers (cpu_offload.CpuOffload), for steps of up to max_batch tokens.
 
     capturable: whether submit and collect only put work on the device's stream, so that a graph can
-    capture them; otherwise the host waits in between. layers: ascending.
+    capture them; otherwise the host waits in between.
     """
 
     max_batch: int
-    layers: tuple[int, ...]
 
     @property
     def capturable(self) -> bool: ...
@@ -82,22 +82,6 @@ class CpuWorkerProtocol(Protocol):
 
     def route(self, layer: int) -> np.ndarray:
         """Return the submitted experts of the latest step of an MoE model, int32 [n_tokens, n_used]."""
-        ...
-
-    def counts(self) -> np.ndarray:
-        """Return the first 5 of base.COUNTS of the worker's latest step, int64 [len(layers), 5]."""
-        ...
-
-    def seconds(self) -> np.ndarray:
-        """Return the seconds of the worker's latest step, float64 [len(layers)]."""
-        ...
-
-    def cancel(self, reason: str) -> None:
-        """Abort the running step, from any thread, so that no thread waits any longer."""
-        ...
-
-    def close(self) -> None:
-        """Close the worker. It is safe to call this twice."""
         ...
 
 
@@ -734,11 +718,8 @@ class Program:
     def _whole(self, ffn: ops.Ffn, residual: Value | None, out: Value) -> Callable[[RunningStep], None]:
         """Lower an FFN with all neurons on the device. A tap keeps their values."""
         k, counts, selected = self._kernels, self._counts[ffn.layer], ffn.selected
-        entered, bits, added_id = (
-            self._entered(ffn.x, ffn.norm, ffn.in_threshold),
-            self._bits(ffn.mask),
-            _id(residual),
-        )
+        entered = self._entered(ffn.x, ffn.norm, ffn.in_threshold)
+        bits, added_id = self._bits(ffn.mask), _id(residual)
         values, thresholds = self._values(ffn), _neuron_thresholds(ffn)
         is_kept = selected.name in self._kept_names
         down = ffn.down
@@ -843,11 +824,8 @@ class Program:
         gate = None if ffn.gate is None else one_matrix(ffn.gate)
         matrices = {"gate": gate, "up": one_matrix(ffn.up), "down_t": down}
         stream = CpuWorkerRows(self._weights, matrices, ~hot, self._stream_bytes, self._copies)
-        entered, bits, added_id = (
-            self._entered(ffn.x, ffn.norm, ffn.in_threshold),
-            self._bits(ffn.mask),
-            _id(residual),
-        )
+        entered = self._entered(ffn.x, ffn.norm, ffn.in_threshold)
+        bits, added_id = self._bits(ffn.mask), _id(residual)
         thresholds = _neuron_thresholds(ffn)
 
         def submit(f: RunningStep) -> None:
