@@ -53,8 +53,7 @@ def compare_real(original: str, sparse: Path, n_tokens: int, n_rounds: int) -> N
     for number in range(n_rounds):
         for name, found in measured.items():
             with hotset.load(files[name], n_ctx=512, device="cpu") as model:
-                messages = [{"role": "user", "content": PROMPT}]
-                answer = model.chat(messages, temperature=0, max_tokens=n_tokens, ignore_eos=True)
+                answer = model.generate(PROMPT, temperature=0, max_tokens=n_tokens, ignore_eos=True)
                 found.speeds.append(answer.timings.predicted_per_second)
                 found.read = bytes_touched(model, answer.timings, answer.stats)
                 if not number:

@@ -11,6 +11,7 @@ from paths import ROOT
 
 import hotset
 from hotset.formats.gguf import open_gguf
+from hotset.formats.imatrix import ImportanceMatrix
 from hotset.training.adapters import TrainedAdapters, digest, merge
 
 pytest.importorskip("safetensors")
@@ -24,7 +25,8 @@ TEXT = (ROOT / "bench" / "texts" / "lighthouse.txt").read_text()
 def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("relu") / "smollm2-135m-relu.gguf"
     with open_gguf(published.model()) as gguf:
-        merge(gguf, TrainedAdapters.open(ADAPTERS), path)
+        importance = ImportanceMatrix.open(FOLDER / "smollm2-135m-relu.imatrix")
+        merge(gguf, TrainedAdapters.open(ADAPTERS), path, importance=importance)
     return path
 
 
