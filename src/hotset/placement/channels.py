@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from hotset.formats.channels import TYPES_BY_CHANNEL, can_be_input_major, copy_bytes
 from hotset.formats.channels import can_be_input_major_on_device as on_device
+from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import GGMLType
 from hotset.model.graph import Graph, thresholded_products
 from hotset.model.operations import ExpertSum, Ffn, Linear, Threshold, TransposedLinear, Value, one_matrix
@@ -53,9 +54,13 @@ class MatrixKind(NamedTuple):
 
     @classmethod
     def of(cls, info: TensorInfo) -> Self:
-        """Return the kind of a matrix or of each expert's; a type without a layout is measured as OTHERS."""
+        """Return the kind of a matrix or of each expert's, in whole groups of inputs and outputs.
+
+        A type without a layout is measured as OTHERS.
+        """
         type = info.type if info.type in TYPES_BY_CHANNEL else OTHERS
-        return cls(type, *info.shape[:2])
+        n_in, n_out = (-(-n // PLANE_GROUP) * PLANE_GROUP for n in info.shape[:2])
+        return cls(type, n_in, n_out)
 
 
 @dataclass(frozen=True)
