@@ -409,9 +409,8 @@ def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None
             """Return the logits by sequence and position."""
             free = iter(rng.permutation(n_blocks).tolist())
             blocks = [list(itertools.islice(free, -(-len(s) // BLOCK_SIZE))) for s in case.sequences]
-            given = {
-                **common, "channel_rates": dict.fromkeys(GGMLType, float(one_of(rng, 0.5, 100.0))), **options,
-            }  # fmt: skip
+            rates = dict.fromkeys(source.tensors, float(one_of(rng, 0.5, 100.0)))
+            given = {**common, "channel_rates": rates, **options}
             backend = cpu_backend(source, graph, **given)
             oracle = Oracle(weights, graph, **common)
             room, rows = most_tapped, {}

@@ -45,9 +45,6 @@ from hotset.placement import channel_rates
 from hotset.placement.channels import ChannelRates
 from hotset.sparsity.thresholds import BaseMode, thresholds_path
 
-ANY_SHARE = dict.fromkeys(T, 100.0)  # rates at which channels are read whatever their number
-
-
 # ---- the graph
 
 
@@ -182,7 +179,9 @@ def test_channels_give_the_bits_of_rows_on_every_instruction_set(
     ids, thresholded = tokens(24), np.arange(24) % 5 > 1
     expected = run(cpu(gguf, EVERY, n_threads=1, sparse=False, isa="scalar"), ids, thresholded)
     for n_threads in (1, 2):
-        found = cpu(gguf, EVERY, n_threads=n_threads, isa=isa, channel_rates=ANY_SHARE)
+        found = cpu(
+            gguf, EVERY, n_threads=n_threads, isa=isa, channel_rates=dict.fromkeys(gguf.tensors, 100.0)
+        )
         np.testing.assert_array_equal(run(found, ids, thresholded, [*range(1, 24)]), expected)
 
 
@@ -196,7 +195,13 @@ def test_a_budget_of_memory_gives_the_same_bits(tmp_path: Path, type_: GGMLType)
     least = sizes_of(graph, weights.tensors, Use(sparse=True)).least_of_all
     stored = StoredWeights(weights, graph, least, Use(sparse=True), reader=_core.Reader(False, 2), gap=0)
     found = cpu_backend(
-        stored, graph, n_blocks=8, max_batch=128, n_threads=2, sparse=True, channel_rates=ANY_SHARE
+        stored,
+        graph,
+        n_blocks=8,
+        max_batch=128,
+        n_threads=2,
+        sparse=True,
+        channel_rates=dict.fromkeys(gguf.tensors, 100.0),
     )
     np.testing.assert_array_equal(run(found, ids, thresholded, [*range(1, 24)]), expected)
 
@@ -257,7 +262,9 @@ def test_large_matrices_are_added_up_from_lanes(tmp_path: Path, type_: GGMLType)
     ):
         expected = run(cpu(gguf, layer_thresholds, sparse=False), ids, thresholded)
         for n_threads in (1, 2, 9):
-            found = cpu(gguf, layer_thresholds, n_threads=n_threads, channel_rates={type_: 0.8})
+            found = cpu(
+                gguf, layer_thresholds, n_threads=n_threads, channel_rates=dict.fromkeys(gguf.tensors, 0.8)
+            )
             np.testing.assert_array_equal(run(found, ids, thresholded, [1, 2, 3]), expected)
 
 

@@ -1,9 +1,8 @@
 """Runs llama.cpp's converter: `llama_cpp_convert.py LLAMA_CPP` reads a line [FOLDER, OUT.gguf] for each file.
 
-The script answers each with a line: the error, or an empty text. Each file has a process of its own, because the
-converter's classes remember earlier files. Files are F32. The converter identifies a
-vocabulary by a hash of its tokens for one text. It does not know the test vocabularies, so the files get
-none.
+The script answers each with a line: the error, or an empty text. Each file has a process of its own, because
+the converter's classes remember earlier files. Files are F32. The converter identifies a vocabulary by a hash
+of its tokens for one text. It does not know the test vocabularies, so the files get none.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 
 from hotset.backends.base import Backend, Batch, CacheMemory
-from hotset.formats.quants import GGMLType
 from hotset.formats.source import WeightSource
 from hotset.load_parameters import KVType
 from hotset.model.graph import Graph
@@ -161,8 +160,8 @@ class BackendOptions:
 
     sparse: skip the unneeded rows of an FFN with zeros: up rows of neurons whose gate does not fire, down
     rows of zero neurons, and all rows of neurons that a predictor does not name. The bits are the same.
-    channel_rates: by type, the rate of input-major reads divided by the rate of reads by row; 1 for other
-    types (placement/channels.py). whole: up matrices that are read as a whole although their gates have
+    channel_rates: by matrix, the rate of input-major reads divided by the rate of reads by row; 1 for other
+    matrices (placement/channels.py). whole: up matrices that are read as a whole although their gates have
     thresholds, because skipping rows does not pay off.
     """
 
@@ -172,7 +171,7 @@ class BackendOptions:
     n_states: int = 2
     n_threads: int | None = None
     sparse: bool = False
-    channel_rates: Mapping[GGMLType, float] = field(default_factory=dict)
+    channel_rates: Mapping[str, float] = field(default_factory=dict)
     whole: Collection[str] = ()
     progress: Reporter | None = field(default=None, compare=False)
 

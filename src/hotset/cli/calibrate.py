@@ -126,3 +126,4 @@ def _print(found: CalibratedThresholds) -> None:
         f"{one.increase:+.2%} ± {one.increase_error:.2%}, KL {one.kl:.4f}, likeliest token the same for "
         f"{one.same_top:.1%} ({one.n_scored} held-out tokens, all thresholded)"
     )
+    print(f"On this machine: {found.plan.summary()}")

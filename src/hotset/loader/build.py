@@ -45,6 +45,7 @@ from hotset.loader.decide import (
     cpu_graph,
     cpu_layers,
     decide,
+    with_applied,
     with_channels,
     with_ram,
 )
@@ -423,14 +424,19 @@ def _profile(settings: LoadSettings, choice: Choice, devices: Sequence[str | Car
 
 
 def _with_channels(decided: Decided) -> Decided:
-    """Plan which matrices leave out thresholded inputs, and open the input-major copies that the CPU reads.
+    """Plan which matrices skip thresholded inputs, and open the input-major copies that the CPU reads.
 
-    A memory budget has no room for copies, so it gets none."""
+    Thresholds that skip nothing are dropped. A memory budget has no room for copies, so it gets none.
+    """
     thresholds, settings, placement = decided.choice.thresholds, decided.settings, decided.placement
     device = decided.capabilities
-    if thresholds is None or (device is not None and not device.thresholds):
-        return decided  # the device reads every channel
+    if thresholds is None:
+        return decided
     from hotset.placement import channel_rates
+    from hotset.placement.channels import ChannelPlan
+
+    if device is not None and not device.thresholds:  # it reads every channel
+        return with_applied(decided, thresholds, ChannelPlan((), {}))
 
     of_cpu, of_devices = channel_work(decided)
     rates = channel_rates.of_cpu(of_cpu, settings.n_threads, progress=settings.progress)
@@ -440,7 +446,9 @@ def _with_channels(decided: Decided) -> Decided:
         for name in devices
     ]
     decided = with_channels(decided, thresholds, rates, found)
-    if decided.ram is not None or decided.channels is None or not cpu_layers(decided):
+    if decided.ram is not None:  # its rows follow the thresholds
+        return with_ram(decided, _plan_ram(decided))
+    if decided.channels is None or not cpu_layers(decided):
         return decided
     weights, chosen = decided.weights, decided.channels.chosen
     copies = open_channels(

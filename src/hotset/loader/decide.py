@@ -34,7 +34,7 @@ from hotset.units import human_size
 if TYPE_CHECKING:
     from hotset.offload.weight_store import StoredWeights
     from hotset.placement.cards import Card
-    from hotset.placement.channels import ChannelPlan, TypeRates, Workload
+    from hotset.placement.channels import ChannelPlan, KindRates, TypeRates, Workload
     from hotset.placement.ram import RamPlan
     from hotset.placement.table import Placement
 
@@ -301,19 +301,35 @@ def channel_work(decided: Decided) -> tuple[tuple[Workload, ...], tuple[Workload
 
 
 def with_channels(
-    decided: Decided, thresholds: Thresholds, of_cpu: TypeRates, of_devices: Sequence[TypeRates]
+    decided: Decided, thresholds: Thresholds, of_cpu: KindRates, of_devices: Sequence[TypeRates]
 ) -> Decided:
-    """Add the expected gain of leaving out thresholded zeros, for the device of each layer.
+    """Add the expected gain of skipping thresholded zeros, and drop thresholds that skip nothing.
 
     of_devices: rates of each device of the placement; empty if none of its matrices has zeros.
     """
     from hotset.placement.channels import plan_channels, with_devices
 
     graph, tensors, placement = decided.graph, decided.weights.tensors, decided.placement
-    plan = plan_channels(graph, tensors, thresholds, of_cpu, cpu_layers(decided))
+    copies = decided.ram is None  # a memory budget has no room for them
+    plan = plan_channels(graph, tensors, thresholds, of_cpu, cpu_layers(decided), copies=copies)
     if placement is not None and of_devices:
         plan = with_devices(plan, graph, tensors, thresholds, placement, of_devices)
-    return replace(decided, channels=plan)
+    return replace(with_applied(decided, thresholds, plan), channels=plan)
+
+
+def with_applied(decided: Decided, thresholds: Thresholds, plan: ChannelPlan) -> Decided:
+    """Drop the thresholds with which the plan skips nothing; a note says how many."""
+    from hotset.placement.channels import applied
+
+    places = () if decided.placement is None else decided.placement.layers
+    split = [i for i, place in enumerate(places) if place.is_split]
+    left = applied(plan, decided.graph, thresholds, stored=decided.ram is not None, split=split)
+    if left.layers == thresholds.layers:
+        return decided
+    n, of = thresholds.n_nonzero - left.n_nonzero, thresholds.n_nonzero
+    decided = decided.changed(choice=replace(decided.choice, thresholds=left))
+    decided.notes.append(f"{n} of {of} thresholds are not applied, because they save no time on this machine")
+    return decided
 
 
 def longest_default(opened: Opened, graph: Graph, machine: MachineFacts) -> int | None:

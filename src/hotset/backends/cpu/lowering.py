@@ -24,7 +24,6 @@ from hotset.backends.decoded import decoded_vector, expert_biases
 from hotset.errors import InvalidRequestError
 from hotset.formats.channels import break_even, tile_of
 from hotset.formats.planes import PLANE_GROUP
-from hotset.formats.quants import GGMLType
 from hotset.formats.source import WeightSource
 from hotset.model.cost import kv_formats
 from hotset.model.fusion import Buffers, Fused, fuse
@@ -156,7 +155,7 @@ class LoweringOptions:
     """
 
     sparse: bool
-    channel_rates: Mapping[GGMLType, float]
+    channel_rates: Mapping[str, float]
     whole: Collection[str]
     streamed: Streamed | None = None
     cache: Callable[[Attention], Facts] = _in_no_ffn
@@ -1002,7 +1001,7 @@ class _Emission:
             "cols": n_rows,
             "tile": tile_of(n_rows),
             "first": first,
-            "below": break_even(info, self._channel_rates.get(info.type, 1.0)),
+            "below": break_even(info, self._channel_rates.get(weight, 1.0)),
         }
 
     def _buffer(self, value: Value | None) -> int | None:

@@ -414,7 +414,8 @@ def channel_rates(
     """
     found = find_device(device)
     works = tuple(
-        replace(works[0], type=type) for type in {OTHERS: 0} | {device_type(w.type): 0 for w in works}
+        replace(works[0], kind=works[0].kind._replace(type=type))
+        for type in {OTHERS: 0} | {device_type(w.type): 0 for w in works}
     )
     if found.type == "cpu":
         return {
