@@ -18,6 +18,7 @@ from hotset.backends.vulkan.experts import cached_layers
 from hotset.backends.vulkan.pipelines import open_device
 from hotset.backends.vulkan.shapes import DeviceShapes
 from hotset.backends.vulkan.stage import OpenDevice, VulkanStage
+from hotset.backends.vulkan.timings import trace_file
 from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
 from hotset.placement.build import PlacedPiece, hot_of, share_of
@@ -92,10 +93,13 @@ class _StageOpener:
                 self._weights, self._graph, share.hot, self._options, experts=share.experts, runtime=runtime
             )
         try:
-            return VulkanStage(
+            stage = VulkanStage(
                 self._weights, self._graph, opened, self._options, span=piece.span, share=share,
                 worker=worker,
             )  # fmt: skip
+            if trace_file() is not None:
+                stage.start_timing()
+            return stage
         except BaseException:
             if worker is not None:
                 worker.close()
