@@ -711,6 +711,21 @@ def test_bench_json_has_llama_benchs_fields(model: Path) -> None:
 
 
 @needs_core
+def test_bench_times_operations_on_a_device(model: Path) -> None:
+    arguments = "bench", model, "-p", 8, "-n", 3, "-r", 1, "-t", 1, "--timings"
+    refused = inside(*arguments, returns=2).stderr
+    assert "it requires --device vulkan" in refused
+    done = inside(*arguments, "--device", "vulkan", returns=None)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\ntg3: a step of 1 token on .+, the mean of \d+: [\d.]+ ms on the device", done.stdout)
+    assert re.search(r"attn_q\W+rounded_few\W+2 ", done.stdout)
+    for entry in map(json.loads, inside(*arguments, "--device", "vulkan", "-o", "jsonl").stdout.splitlines()):
+        (times,) = entry["operations"]
+        assert times["n_tokens"] == (entry["n_prompt"] or 1)
+        assert {one["operation"] for one in times["operations"]} > {"attn_q", "ffn_gate"}
+
+
+@needs_core
 def test_bench_prints_a_table_and_csv_and_lines(model: Path) -> None:
     arguments = ("bench", model, "-p", 8, "-n", 4, "-t", 1, "-r", 2)
     mixed = inside(*arguments, "-ctk", "f16,q8_0/q4_0", "-o", "jsonl").stdout.splitlines()

@@ -21,6 +21,7 @@ import numpy as np
 
 from hotset.backends.base import COUNTS, Batch, StepResult, StepStats, cache_slots
 from hotset.backends.stage import Rows, Stage, on_host
+from hotset.backends.timings import StepTimes, Timed
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.model.operations import PARTS
 from hotset.offload.cache_stats import CacheStats
@@ -153,6 +154,16 @@ class ChainBackend:
     def expert_counts(self) -> CacheStats:
         """Return the cache statistics of the devices' experts, since the stages were built."""
         return sum((stage.expert_counts() for stage in self.stages), CacheStats())
+
+    def start_timing(self) -> bool:
+        """Time the operations of the stages that can, as Timed.start_timing."""
+        started = [stage.start_timing() for stage in self.stages if isinstance(stage, Timed)]
+        return any(started)
+
+    def end_timing(self) -> list[StepTimes]:
+        """Return the times of all stages, as Timed.end_timing."""
+        timed = (stage.end_timing() for stage in self.stages if isinstance(stage, Timed))
+        return [times for of_stage in timed for times in of_stage]
 
     def cancel(self) -> None:
         """End the step in flight in all stages, from any thread. The step raises StepCancelledError."""

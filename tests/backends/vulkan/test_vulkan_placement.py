@@ -98,7 +98,7 @@ def test_planned_bytes_equal_used_bytes(tmp_path: Path, kv_type: Any, options: d
         spare = 4 * (2 << 20)
         assert held <= facts.whole_bytes <= 1.34 * held + spare
         lowered = stage._program(frozenset())
-        n = [sum(lowered.recorded(part, 1).n_dispatches for part in ("body", "candidates"))]
+        n = [sum(len(lowered.recorded(part, 1).dispatches) for part in ("body", "candidates"))]
         assert n == [budget.dispatches(stage.graph, gguf.tensors, 12).total()]
         backend.close()
 

@@ -19,6 +19,7 @@ from hotset.backends.vulkan.experts import cached_layers
 from hotset.backends.vulkan.pipelines import open_device
 from hotset.backends.vulkan.shapes import DeviceShapes
 from hotset.backends.vulkan.stage import OpenDevice, VulkanStage
+from hotset.backends.vulkan.timings import trace_file
 from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
 from hotset.placement.build import PlacedPiece
@@ -98,9 +99,12 @@ class _StageOpener:
     ) -> Stage:
         """Open a stage, as StageOpener.open_stage."""
         opened = OpenDevice.of(*self._device(piece.device))
-        return VulkanStage(
+        stage = VulkanStage(
             self._weights, self._graph, opened, self._options, span=piece.span, share=share, worker=worker
         )
+        if trace_file() is not None:
+            stage.start_timing()
+        return stage
 
     def _device(self, i: int) -> tuple[VulkanInfo, _core.VulkanDevice, DeviceShapes]:
         if i not in self._opened:

@@ -178,7 +178,7 @@ class RecordedGraph:
         self._pieces: dict[int, BufferRange] = {}
         self._allocate(steps, first_of_tail, {value.id for value in self.tapped})
         self.body, self.tail = (
-            [(step.op.layer, self._lower(step)) for step in part if not isinstance(step.op, ON_HOST)]
+            [(step, self._lower(step)) for step in part if not isinstance(step.op, ON_HOST)]
             for part in (steps[:first_of_tail], steps[first_of_tail:])
         )
         self._recorded: dict[tuple[str, int], Recorder] = {}
@@ -199,11 +199,12 @@ class RecordedGraph:
             while len(self._recorded) >= _KEPT:
                 self._recorded.pop(next(iter(self._recorded)))
             recorder, before = Recorder(self._kernels), None
-            for layer, record in self.body if part == "body" else self.tail:
-                if n >= _CUT_FROM and before not in (None, layer):
+            for step, record in self.body if part == "body" else self.tail:
+                if n >= _CUT_FROM and before not in (None, step.op.layer):
                     recorder.program.cut()
-                before = layer
+                before, recorder.operation = step.op.layer, step.out.name
                 record(recorder, n)
+            recorder.operation = part
             if part != "body" and self.graph.result.id in self._of_tail:
                 self._hand_over(recorder, part, n)
             recorder.program.finish()
@@ -514,28 +515,35 @@ class RecordedGraph:
             bindings += [codes if end is None else end for end in others]
             firsts = first_row + part.first, part.first
             push = n, part.n_rows, matrix.n_cols, flags, *strides, 1, 0, *firsts, *scores
+            what = bindings, push, part.nbytes
             if n <= few:
                 tokens = 1 if n == 1 else TOKENS_OF_FEW
-                self._few(to, matrix, part, tokens, -(-n // tokens), (bindings, push))
+                self._few(to, matrix, part, tokens, -(-n // tokens), what)
             else:
                 groups = -(-part.n_rows // _TILE), -(-n // _TILE), 1
                 if matrix.type in FLOATS:
-                    to.add("linear_many", [matrix.type, 1, 0, _is_whole(matrix)], bindings, push, groups)
+                    constants = [matrix.type, 1, 0, _is_whole(matrix)]
+                    to.add("linear_many", constants, bindings, push, groups, part.nbytes)
                 else:
-                    to.add("rounded_many", [matrix.type, 1, 0], bindings, push, groups)
+                    to.add("rounded_many", [matrix.type, 1, 0], bindings, push, groups, part.nbytes)
 
     def _few(
         self, to: Recorder, matrix: VulkanMatrix, part: MatrixPart, tokens: int, n: int,
-        what: tuple[list[_core.VulkanBinding], Sequence[float]], experts: int = 0,
+        what: tuple[list[_core.VulkanBinding], Sequence[float], int], experts: int = 0,
     ) -> None:  # fmt: skip
-        """Record a product for n groups of `tokens` rows. what: its bindings and its push constants."""
+        """Record a product for n groups of `tokens` rows.
+
+        what: its bindings, its push constants, and the bytes of its matrix.
+        """
+        bindings, push, n_bytes = what
         constants = [matrix.type, tokens, experts]
         if matrix.type in FLOATS:
             constants.append(_is_whole(matrix))
-            to.add("linear_few", constants, *what, (-(-part.n_rows // _TILE), n, 1))
+            to.add("linear_few", constants, bindings, push, (-(-part.n_rows // _TILE), n, 1), n_bytes)
             return
         shape = self._kernels.shapes.of(matrix.type).of(tokens, part.n_rows)
-        to.add("rounded_few", [*constants, *shape], *what, (-(-part.n_rows // shape.rows), n, 1))
+        groups = -(-part.n_rows // shape.rows), n, 1
+        to.add("rounded_few", [*constants, *shape], bindings, push, groups, n_bytes)
 
     def _low_rank(self, op: LowRank) -> Record:
         """Return the record of all adapters at `op`: for each, add (x · a) · scale of the token · b to y."""
@@ -603,6 +611,7 @@ class RecordedGraph:
                 bindings,
                 push,
                 (-(-width // _TILE), n, n_head),
+                part.nbytes,
             )
 
         return record
@@ -685,7 +694,7 @@ class RecordedGraph:
                     n, part.n_rows, n_cols, _BIAS if bias else 0, x_stride, *strides, op.n_used, bias_rows,
                     first_bias + part.first, part.first, 0, 0.0,
                 )  # fmt: skip
-                self._few(to, matrix, part, 1, n * op.n_used, (bindings, push), 2 if of_parts else 1)
+                self._few(to, matrix, part, 1, n * op.n_used, (bindings, push, 0), 2 if of_parts else 1)
 
         return record
 

@@ -7,6 +7,7 @@ writes the inputs of a batch (inputs.py), submits, and waits for logits.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,18 +22,20 @@ from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.cpu.worker import CpuWorker, moe_layers
 from hotset.backends.device.stage import NOTHING_SHARED, CpuShare, DeviceStage
 from hotset.backends.stage import WHOLE, BackendOptions, Rows, Span, on_host
+from hotset.backends.timings import StepTimes
 from hotset.backends.vulkan import pipelines
 from hotset.backends.vulkan.adapters import DeviceAdapters
 from hotset.backends.vulkan.budget import cache_sizes, state_bytes
 from hotset.backends.vulkan.devices import VulkanInfo
 from hotset.backends.vulkan.experts import VulkanExpertCache
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, InputShape, VulkanInputs
-from hotset.backends.vulkan.kernels import VulkanKernels
+from hotset.backends.vulkan.kernels import Recorder, VulkanKernels
 from hotset.backends.vulkan.memory import BufferArena, BufferRange
 from hotset.backends.vulkan.plugin import refused
 from hotset.backends.vulkan.program import KV_CODES, CacheOfLayer, RecordedGraph, VulkanParts
 from hotset.backends.vulkan.shapes import DeviceShapes, default_shapes
 from hotset.backends.vulkan.split import SharedLayers
+from hotset.backends.vulkan.timings import Timings
 from hotset.backends.vulkan.weights import VulkanWeights
 from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError, UnsupportedModelError
 from hotset.formats.source import WeightSource
@@ -249,6 +252,23 @@ class VulkanStage(DeviceStage):
     def take_shapes(self, shapes: DeviceShapes) -> None:
         """Discard all recordings; later ones use workgroups of these shapes."""
         self._kernels.shapes = shapes
+        self._record_anew()
+
+    def start_timing(self) -> bool:
+        """Time the operations of all stages on the device, as Timed.start_timing."""
+        self._kernels.timings = Timings(self._device)
+        for stage in self.opened.stages:
+            stage._record_anew()  # noqa: SLF001
+        return True
+
+    def end_timing(self) -> list[StepTimes]:
+        """Return the times, as Timed.end_timing; none if another stage of the device has returned them."""
+        timings, self._kernels.timings = self._kernels.timings, None
+        for stage in self.opened.stages:
+            stage._record_anew()  # noqa: SLF001
+        return [] if timings is None else timings.taken()
+
+    def _record_anew(self) -> None:
         for lowered in self._lowered.values():
             lowered.record_anew()
 
@@ -263,10 +283,14 @@ class VulkanStage(DeviceStage):
                     raise DeviceError(f"the hybrid step was given up: {worker.given_up()}") from None
                 raise
 
-    def _submit(self, programs: list[_core.VulkanProgram], n: int) -> None:
+    def _submit(self, recorded: list[Recorder], n: int) -> None:
         """Run the programs of a step of n tokens, and wait for them."""
         exchange = None if self._shared is None else self._shared.exchange
-        _core.vulkan_run(programs, self._cancel, exchange, n)
+        began = time.perf_counter()
+        _core.vulkan_run([one.program for one in recorded], self._cancel, exchange, n)
+        if self._kernels.timings is not None:
+            taken = time.perf_counter() - began
+            self._kernels.timings.add(((one.program, one.dispatches) for one in recorded), n, taken)
 
     def _run(self, lowered: RecordedGraph, batch: Batch, rows: Mapping[Value, np.ndarray]) -> np.ndarray:
         """Run a step and return logits or the residual stream.
@@ -274,7 +298,7 @@ class VulkanStage(DeviceStage):
         rows: values that the host computed, and the entering value.
         """
         n, result = len(batch.tokens), self.graph.result
-        body = lowered.recorded("body", n).program
+        body = lowered.recorded("body", n)
         tail = "candidates" if batch.wants_candidates and lowered.has_candidates else "logits"
         taps = [value for value in lowered.tapped if lowered.is_of_tail(value)]
         found: dict[str, list[np.ndarray]] = {value.name: [] for value in taps}
@@ -291,7 +315,7 @@ class VulkanStage(DeviceStage):
                 self._inputs.choose(chosen)
                 if lowered.has_adapters and self._on_device is not None:
                     self._on_device.choose(chosen)
-                self._submit([*before, lowered.recorded(tail, len(chosen)).program], n)
+                self._submit([*before, lowered.recorded(tail, len(chosen))], n)
                 if tokens is None:
                     logits[part] = lowered.rows(result, len(chosen))
                 else:

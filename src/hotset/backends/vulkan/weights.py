@@ -41,6 +41,10 @@ class MatrixPart:
     first: int
     n_rows: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.codes.size + (0 if self.more is None else self.more.size)
+
 
 @dataclass(frozen=True)
 class VulkanMatrix:
