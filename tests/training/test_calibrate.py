@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -453,7 +454,8 @@ def test_calibration_for_a_rise_of_perplexity(path: Path, text: str, tmp_path: P
     (n_layers,) = {total for label, _, total in told.steps if label == "losses"}
     assert ("losses", 0, n_layers) in told.steps
     assert ("losses", n_layers, n_layers) in told.steps
-    # The reported values equal the engine's on the held-out windows.
+    # The reported values equal the engine's on the held-out windows, if this machine applies every threshold.
+    replace(found.thresholds, measured={}).save(out)
     with hotset.load(path, n_ctx=32) as dense, hotset.load(path, n_ctx=32, thresholds=out) as thresholded:
         _, held = windows_of(dense, text, 32)
         from hotset.engine.perplexity import compare_chunks

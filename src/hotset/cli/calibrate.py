@@ -97,6 +97,8 @@ def calibrate(
         _print(found)
     for problem in found.problems:
         warn(f"{problem}.")
+    if not found.plan.n_skipping:
+        warn("this machine reads no matrix faster without its zeros, so a run applies no threshold.")
     say(f"Wrote {found.path}. Run with it: hotset run {model} --thresholds {found.path}")
 
 

@@ -265,10 +265,6 @@ class Search:
         plan = plan_here(
             self.model.gguf, self.model.config, thresholds, self.settings.n_threads, progress=self.progress
         )
-        if not plan.n_skipping:
-            problems.append(
-                "on this machine no matrix is read faster without its zeros, so a run applies no threshold"
-            )
         return CalibratedThresholds(target, thresholds, measured, dict(choice.loss), plan, tuple(problems))
 
     def _target(self) -> dict[str, Any]:
