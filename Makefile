@@ -14,9 +14,9 @@ RELU := build/demo/smollm2-135m-relu.gguf
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
 	$(MAKE) $(RELU)
-	@printf '\nThe same model made sparse. Compare the speeds: today it is slower than the original above.\n\n'
+	@printf '\nThe same model made sparse:\n\n'
 	$(BIN)/hotset run $(RELU) "What is photosynthesis?" --temp 0 -n 80
-	$(BIN)/python bench/demo_sparse.py
+	$(BIN)/python bench/demo_sparse.py --original smollm2-135m --sparse $(RELU)
 
 # The same model, its neurons made sparse: docs/guides/make-sparse.md.
 $(RELU): $(ADAPTERS)

@@ -130,11 +130,11 @@ def test_open_decide_build(tmp_path: Path) -> None:
     with open_model(file, LoadSettings(device="reference")) as opened:
         assert opened.devices == ()
         decided = plan_model(opened.with_settings(n_ctx=70, n_seqs=2))
-        assert (decided.n_ctx, decided.n_pages) == (70, 4)
+        assert (decided.n_ctx, decided.n_blocks) == (70, 4)
         assert (decided.choice.mode, decided.placement) == ("exact", None)
         same, backend = build(decided)
         assert same is decided
-        assert (backend.name, backend.n_pages, backend.max_batch) == ("reference", 4, 512)
+        assert (backend.name, backend.n_blocks, backend.max_batch) == ("reference", 4, 512)
         backend.close()
         decided.weights.close()
 

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compare_sparse import EVAL
 from ledger import Ledger
 from ledger import run_program as _run
-from peers import print_table
+from peers import EVAL, print_table
 from ruler import facts, median_of
 from synthetic import SHAPES, Kind, Shape, write_sparse_model
 

@@ -660,8 +660,8 @@ def test_bench_measures_from_event_to_event(monkeypatch: pytest.MonkeyPatch, can
             return super().step(batch)
 
     def seconds(p: int, n: int, d: int) -> list[float]:
-        n_pages = -(-(p + n + d + 2 * can_hold_one_more) // 64)
-        backend = Clocked(n_pages=n_pages, max_batch=50)
+        n_blocks = -(-(p + n + d + 2 * can_hold_one_more) // 64)
+        backend = Clocked(n_blocks=n_blocks, max_batch=50)
         return measure(backend, Test(p, n, d), Conditions(2, 2048), lambda: 1e9).seconds
 
     assert seconds(0, 64, 0) == [64 * 11.0] * 2
@@ -675,12 +675,12 @@ def test_bench_measures_from_event_to_event(monkeypatch: pytest.MonkeyPatch, can
 def test_bench_uses_the_engine_and_reuses_the_depth() -> None:
     from hotset.cli.bench import Conditions, Test, _entry, measure
 
-    backend = FakeBackend(n_pages=8, max_batch=50)
+    backend = FakeBackend(n_blocks=8, max_batch=50)
     rates = iter([1e9, 3e9, 2e9])
     result = measure(backend, Test(120, 3, 70), Conditions(3, 2048), lambda: next(rates))
     warm_up, repetition = [50, 50, 50, 40, 1, 1], [50, 50, 26, 1, 1, 1]
     assert backend.batches == warm_up + repetition * 3
-    small = FakeBackend(n_pages=8, max_batch=50)
+    small = FakeBackend(n_blocks=8, max_batch=50)
     measure(small, Test(60, 0, 0), Conditions(1, 32), lambda: 1e9)
     assert small.batches == [32, 28] * 2
     entry = _entry({"backends": "CPU"}, Test(0, 100, 0), result, 1000)

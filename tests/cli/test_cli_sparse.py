@@ -197,7 +197,7 @@ def test_bench_collects_statistics_in_untimed_steps() -> None:
     from hotset.cli.bench import Conditions, Test, measure
 
     def counted(test: Test, **options: Any) -> tuple[list[tuple[int, list[int]]], FakeBackend]:
-        backend = FakeBackend(n_pages=8, max_batch=50)
+        backend = FakeBackend(n_blocks=8, max_batch=50)
         stats = measure(backend, test, Conditions(2, 2048, **options), lambda: 1e9).stats
         return [(step.n_tokens, step.active.tolist()) for step in stats], backend
 

@@ -263,7 +263,7 @@ def check_merged(path: Path, out: Path, folder: Path, trained: training.Trained)
         config = config_from_gguf(file)
         assert config.sparse_threshold == json.loads((folder / "config.json").read_text())["sparse_threshold"]
         masked = describe(config, file.tensors, Predictor("mlp", (0.0,) * config.n_layer))
-        backend = ReferenceBackend(file, masked, n_pages=4)
+        backend = ReferenceBackend(file, masked, n_blocks=4)
         model = hotset.load(out, n_ctx=N_CTX, device="reference")
         tokens = model.tokenizer.encode(TEXT[:40], add_special=True)
         names = [name for i in range(2) for name in (f"blk.{i}.ffn_act", f"blk.{i}.ffn_masked")]

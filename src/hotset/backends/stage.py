@@ -128,7 +128,7 @@ class Stage(Protocol):
 class CacheStage(Stage, CacheMemory, Protocol):
     """A stage whose cache can be copied."""
 
-    n_pages: int
+    n_blocks: int
     max_batch: int
 
 
@@ -155,7 +155,7 @@ WHOLE = Span()
 class BackendOptions:
     """The options of a model's backend, on any processor.
 
-    n_pages: KV blocks of the cache. max_batch: most tokens of a step. kv_type: the storage type of keys and
+    n_blocks: KV blocks of the cache. max_batch: most tokens of a step. kv_type: the storage type of keys and
     values (model/cost.py; f32 for tests). n_states: slots for recurrent states, if the model has any.
     n_threads: of the CPU; None: every core that this process may use.
 
@@ -166,7 +166,7 @@ class BackendOptions:
     thresholds, because skipping rows does not pay off.
     """
 
-    n_pages: int
+    n_blocks: int
     max_batch: int = 512
     kv_type: KVType = "f16"
     n_states: int = 2

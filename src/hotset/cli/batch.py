@@ -22,13 +22,11 @@ if TYPE_CHECKING:
 
 def batch(
     requests: Annotated[
-        Path, typer.Argument(help="A request a line, as OpenAI's batches have them.", show_default=False)
+        Path, typer.Argument(help="Requests, one per line, in OpenAI's batch format.", show_default=False)
     ],
     output: Annotated[
         Path,
-        typer.Option(
-            "--output", "-o", dir_okay=False, help="Where answers are appended; what is there is kept."
-        ),
+        typer.Option("--output", "-o", dir_okay=False, help="File to which answers are appended."),
     ],
     model: Annotated[str | None, typer.Option("--model", "-m", help=options.MODEL_HELP)] = None,
     alias: options.Alias = None,

@@ -26,7 +26,7 @@ import numpy as np
 import typer
 
 import hotset
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.cpu.processor import read_bandwidth
 from hotset.backends.timings import Timed
 from hotset.cli import options
@@ -83,11 +83,11 @@ _TextFile = Annotated[
 ]
 _StepTokens = Annotated[
     str | None,
-    typer.Option("--step-tokens", metavar="N,...", help="Only measure the time of steps of so many tokens."),
+    typer.Option("--step-tokens", metavar="N,...", help="Only measure the time of steps of N tokens."),
 ]
 _FORMATS = ("md", "csv", "json", "jsonl")
 _KV_TYPES = some_of(*LOAD_PARAMETERS["kv_type"].choices, listed=LOAD_PARAMETERS["kv_type"].listed)
-_FormatOption = Annotated[str, options.option("--format", "How results are printed.", kind=one_of(*_FORMATS))]
+_FormatOption = Annotated[str, options.option("--format", "Format of the results.", kind=one_of(*_FORMATS))]
 _Energy = Annotated[
     bool,
     typer.Option("--energy", help="Also measure joules per token, if the processor's counters can be read."),
@@ -417,7 +417,7 @@ class _Requests:
     def __init__(self, backend: Backend, test: Test, conditions: Conditions) -> None:
         self.test, self._text = test, conditions.text
         self.n_vocab = backend.n_vocab
-        n_ctx = min(max(test.n_ctx, 1) + 2, backend.n_pages * PAGE_SIZE)
+        n_ctx = min(max(test.n_ctx, 1) + 2, backend.n_blocks * BLOCK_SIZE)
         self.engine = Engine(
             backend, n_ctx, 1, max_batch=conditions.batch, prompt_seconds=math.inf,
             traits=ModelTraits(thresholded=conditions.thresholded), speculator=conditions.speculator,

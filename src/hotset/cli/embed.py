@@ -34,7 +34,7 @@ TextsFile = Annotated[
 def embed(
     model: options.ModelName,
     texts: Annotated[
-        list[str] | None, typer.Argument(metavar="TEXT", help="Texts, beside those of --file.")
+        list[str] | None, typer.Argument(metavar="TEXT", help="Texts to embed, in addition to --file.")
     ] = None,
     file: TextsFile = None,
     pooling: Annotated[
@@ -47,7 +47,7 @@ def embed(
         ),
     ] = None,
     dimensions: Annotated[
-        int | None, typer.Option("--dimensions", min=1, help="Keep so many leading values of each vector.")
+        int | None, typer.Option("--dimensions", min=1, help="Keep only the first N values of each vector.")
     ] = None,
     output: Annotated[
         Path | None,
@@ -88,13 +88,13 @@ def embed(
 
 def rerank(
     model: options.ModelName,
-    query: Annotated[str, typer.Argument(metavar="QUERY", help="What the documents are to answer.")],
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="Question that the documents may answer.")],
     documents: Annotated[
-        list[str] | None, typer.Argument(metavar="DOC", help="Documents, beside those of --file.")
+        list[str] | None, typer.Argument(metavar="DOC", help="Documents to rank, in addition to --file.")
     ] = None,
     file: TextsFile = None,
     top_n: Annotated[
-        int | None, typer.Option("--top-n", min=1, help="Print only so many, the best ones.")
+        int | None, typer.Option("--top-n", min=1, help="Print only the N best documents.")
     ] = None,
     json: options.Json = False,
     *,

@@ -69,18 +69,18 @@ def launch(
         list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Of the tool itself.")
     ] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help=options.MODEL_HELP)] = None,
-    url: Annotated[str | None, typer.Option("--url", help="A server that runs.", show_default=URL)] = None,
+    url: Annotated[str | None, typer.Option("--url", help="A running server.", show_default=URL)] = None,
     ctx_size: Annotated[
         int | None,
         typer.Option(
             "--ctx-size",
             "-c",
             min=1,
-            help="Tokens of the context of a server that is started.",
+            help="Tokens of the context, if a server is started.",
             show_default="32768, or as many as the model and the memory allow.",
         ),
     ] = None,
-    show: Annotated[bool, typer.Option("--print", help="Show what would be set, and start nothing.")] = False,
+    show: Annotated[bool, typer.Option("--print", help="Print the settings, and start nothing.")] = False,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Change files of the tool without asking.")
     ] = False,

@@ -38,9 +38,7 @@ def pull(
     ] = False,
     check: Annotated[
         bool,
-        typer.Option(
-            "--check", help="Read what is here already, and fetch again what does not match its checksum."
-        ),
+        typer.Option("--check", help="Check local files, and fetch those again whose checksum is wrong."),
     ] = False,
     json: options.Json = False,
 ) -> None:

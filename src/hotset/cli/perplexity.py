@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from hotset.engine.perplexity import PerplexityResult
 
 _COMPARE_HELP = (
-    "Measure this side by side with MODEL: a mode, a predictor, thresholds or a file (exact, svd:256, "
-    "thresholds=FILE, OTHER.gguf,exact). Given more than once, these side by side, each against the first."
+    "Compare MODEL with this: a mode, a predictor, thresholds or a file (exact, svd:256, "
+    "thresholds=FILE, OTHER.gguf,exact). If repeated, compare these instead, each with the first."
 )
 
 

@@ -45,7 +45,7 @@ def profile(
         typer.Option("--file", "-f", exists=True, dir_okay=False, help="Run this text through the model."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write.", show_default="beside the model")
+        Path | None, typer.Option("--output", "-o", help="File to write.", show_default="next to the model")
     ] = None,
     merge: Annotated[
         list[Path] | None, typer.Option("--merge", help="Add the counts of this profile; repeatable.")
@@ -219,7 +219,7 @@ def reorder(
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")],
     profile: Annotated[
         Path | None,
-        typer.Option("--profile", dir_okay=False, help="Its profile.", show_default="the one beside it"),
+        typer.Option("--profile", dir_okay=False, help="Its profile.", show_default="next to the model"),
     ] = None,
     bundle: Annotated[
         bool,

@@ -36,7 +36,7 @@ def quantize(
             "q3_k_m, iq3_s, iq3_xxs, q2_k, iq2_m, iq2_xxs, iq1_m, tq2_0, tq1_0, f16, bf16, f32 and more "
             "(docs/reference/gguf.md).",
             kind=options.TENSOR_TYPE,
-            usual="q4_0, or with --tensor-type that of the file",
+            usual="q4_0, or with --tensor-type the file's",
         ),
     ] = None,
     tensor_type: Annotated[
@@ -44,11 +44,11 @@ def quantize(
         typer.Option(
             "--tensor-type",
             metavar="PATTERN=TYPE",
-            help="For matrices in whose name this regular expression is found; repeatable, the first wins.",
+            help="Type of the matrices whose names match a regular expression; repeatable, the first wins.",
         ),
     ] = None,
     allow_requantize: Annotated[
-        bool, typer.Option("--allow-requantize", help="Quantise again what has been quantised.")
+        bool, typer.Option("--allow-requantize", help="Quantise matrices again that are already quantised.")
     ] = False,
     imatrix: Annotated[
         Path | None,

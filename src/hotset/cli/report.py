@@ -48,13 +48,11 @@ def report(
     model: options.ModelName,
     file: Annotated[
         Path | None,
-        typer.Option(
-            "--file", "-f", exists=True, dir_okay=False, help="Run this text: overlap, co-activation."
-        ),
+        typer.Option("--file", "-f", exists=True, dir_okay=False, help="Text for overlap and co-activation."),
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option("--profile", dir_okay=False, help="Its profile.", show_default="the one beside it"),
+        typer.Option("--profile", dir_okay=False, help="Its profile.", show_default="next to the model"),
     ] = None,
     output: Annotated[
         Path | None,

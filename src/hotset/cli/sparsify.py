@@ -24,6 +24,7 @@ from hotset.cores import usable_cores
 from hotset.errors import HotsetError, InvalidRequestError, install_command
 from hotset.files import check_folder, check_target
 from hotset.formats.gguf import open_gguf
+from hotset.formats.imatrix import ImportanceMatrix
 from hotset.formats.recommended import KEYS
 from hotset.loader.build import open_model
 from hotset.report.bars import percent
@@ -145,7 +146,7 @@ class TextOptions:
     generate: Annotated[
         str | None,
         typer.Option(
-            "--generate", metavar="N[:WEIGHT]", help="Tokens the teacher writes.", rich_help_panel=_TEXT
+            "--generate", metavar="N[:WEIGHT]", help="Tokens that the teacher writes.", rich_help_panel=_TEXT
         ),
     ] = None
     on_policy: Annotated[
@@ -160,13 +161,13 @@ class TextOptions:
     chat: Annotated[
         float,
         typer.Option(
-            "--chat", help="Share of what is generated: answers.", min=0, max=1, rich_help_panel=_TEXT
+            "--chat", help="Share of answers in generated text.", min=0, max=1, rich_help_panel=_TEXT
         ),
     ] = 0.4
     held_out: Annotated[
         Path | None,
         typer.Option(
-            "--held-out", help="Evaluate on this.", show_default="the end of a text", rich_help_panel=_TEXT
+            "--held-out", help="Text to evaluate on.", show_default="the end of a text", rich_help_panel=_TEXT
         ),
     ] = None
 
@@ -179,8 +180,19 @@ def sparsify(
     ] = None,
     type: Annotated[
         str,
-        options.option("--type", "Type of the matrices that change.", kind=one_of(*MERGED_TYPES)),
-    ] = "q8_0",
+        options.option(
+            "--type", "Type of the matrices that change; same: the original's.", kind=one_of(*MERGED_TYPES)
+        ),
+    ] = "same",
+    imatrix: Annotated[
+        Path | None,
+        typer.Option(
+            "--imatrix",
+            help="Importance matrix of the ReLU model (hotset imatrix), which weights errors.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     sampling: Annotated[
         list[str] | None,
         typer.Option(
@@ -223,7 +235,7 @@ def sparsify(
             last = _train(run, eval_every, save_every, show=is_first)
             adapters = folder / "adapters.safetensors"
         if is_first:
-            _merge(path, adapters, target, type, recommends)
+            _merge(path, adapters, target, type, recommends, imatrix)
             if json:
                 print_json(
                     {
@@ -428,11 +440,17 @@ def _train(run: Training, eval_every: int, save_every: int, *, show: bool) -> Ev
 
 
 def _merge(
-    path: Path, adapters: Path, target: Path, type: str, sampling: Mapping[str, Any] | None = None
+    path: Path,
+    adapters: Path,
+    target: Path,
+    type: str,
+    sampling: Mapping[str, Any] | None = None,
+    imatrix: Path | None = None,
 ) -> None:
     opened = TrainedAdapters.open(adapters)
+    importance = None if imatrix is None else ImportanceMatrix.open(imatrix)
     with open_gguf(path) as gguf, ProgressBar() as bar:
-        merge(gguf, opened, target, MERGED_TYPES[type], bar, sampling)
+        merge(gguf, opened, target, MERGED_TYPES[type], bar, sampling, importance)
 
 
 def _sampling(texts: Sequence[str]) -> dict[str, Any]:

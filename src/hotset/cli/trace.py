@@ -37,7 +37,7 @@ def trace(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", dir_okay=False, help="File to write.", show_default="beside the model"
+            "--output", "-o", dir_okay=False, help="File to write.", show_default="next to the model"
         ),
     ] = None,
     replay: Annotated[

@@ -45,7 +45,7 @@ class TrainOptions:
         float, typer.Option("--recall", help="Share of the firing neurons' magnitude to keep.")
     ] = 0.98
     precision: Annotated[
-        float, typer.Option("--precision", help="Grow until so many of the selected neurons fire.")
+        float, typer.Option("--precision", help="Grow until this share of the selected neurons fires.")
     ] = 0.6
     max_increase: Annotated[
         float,
@@ -101,7 +101,7 @@ def train_predictor(
     directory: Annotated[
         Path | None,
         typer.Option(
-            "--dir", help="Folder for model_<layer>.pt.", show_default="MODEL.predictors beside the model"
+            "--dir", help="Folder for model_<layer>.pt.", show_default="MODEL.predictors next to the model"
         ),
     ] = None,
     format: Annotated[
@@ -111,7 +111,7 @@ def train_predictor(
     *,
     training: TrainOptions,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Keep pairs and checkpoints, to go on with other targets.")
+        bool, typer.Option("--keep", help="Keep pairs and checkpoints, to continue with other targets.")
     ] = False,
     n_threads: options.Threads = None,
     activation: options.Activation = None,

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hotset.backends.base import PAGE_SIZE, Backend
+from hotset.backends.base import BLOCK_SIZE, Backend
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.registry import CPU, REFERENCE, plugin_of
 from hotset.backends.stage import BackendOptions, WholeModel
@@ -257,7 +257,7 @@ def _host_memory(decided: Decided) -> HostMemory:
     from hotset.placement.ram import HostMemory
 
     return HostMemory(
-        decided.weights, decided.graph, decided.settings, sparse=decided.is_sparse, n_pages=decided.n_pages,
+        decided.weights, decided.graph, decided.settings, sparse=decided.is_sparse, n_blocks=decided.n_blocks,
         n_states=decided.n_states, placement=decided.placement,
     )  # fmt: skip
 
@@ -310,7 +310,7 @@ def open_backend(
     from hotset.backends.reference import ReferenceBackend
 
     return ReferenceBackend(
-        weights, graph, sparse=options.sparse, n_pages=options.n_pages, max_batch=options.max_batch,
+        weights, graph, sparse=options.sparse, n_blocks=options.n_blocks, max_batch=options.max_batch,
         kv_type=options.kv_type, n_states=options.n_states,
     )  # fmt: skip
 
@@ -321,7 +321,7 @@ def open_measuring(decided: Decided, backend: Backend) -> Backend:
     It measures the predictor of another backend.
     """
     options = BackendOptions(
-        n_pages=MAX_SEQUENCE // PAGE_SIZE, max_batch=_MEASURED_STEP, kv_type=decided.settings.kv_type,
+        n_blocks=MAX_SEQUENCE // BLOCK_SIZE, max_batch=_MEASURED_STEP, kv_type=decided.settings.kv_type,
         n_threads=backend.n_threads,
     )  # fmt: skip
     name = REFERENCE if backend.name == REFERENCE else CPU
@@ -381,7 +381,7 @@ def _placement(decided: Decided, devices: Sequence[str | Card], profile: Profile
 
     model = ModelToPlace(
         decided.gguf, decided.config, decided.weights, decided.graph, decided.choice.base, decided.settings,
-        decided.n_pages, decided.n_states, profile, limited=decided.limit is not None,
+        decided.n_blocks, decided.n_states, profile, limited=decided.limit is not None,
     )  # fmt: skip
     return planned(model, devices)
 

@@ -130,7 +130,7 @@ def measure_rates(n_threads: int, work: Workload) -> ChannelRates:
             backend = CpuBackend(
                 weights, graph,
                 BackendOptions(
-                    n_pages=1, max_batch=1, sparse=sparse, channel_rates={work.type: 1 / KEPT}
+                    n_blocks=1, max_batch=1, sparse=sparse, channel_rates={work.type: 1 / KEPT}
                 ),
                 runtime=runtime,
             )  # fmt: skip

@@ -368,7 +368,7 @@ def test_a_cancelled_step_of_the_engine_changes_nothing(mixed: GGUFFile) -> None
             if disturb:
                 canceller.join()
         assert {sequence.finish_reason for sequence in sequences} == {"length"}
-        assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
+        assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_blocks
         backend.close()
         return [sequence.tokens for sequence in sequences], n_cancelled
 

@@ -44,7 +44,7 @@ def test_a_moe_on_a_device_is_the_references(tmp_path: Path, form: str) -> None:
     gguf = model(tmp_path, **(FORMS[form] | FORMS["floats"]))
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     ids, splits = tokens(20), [18, 19]
-    reference = ReferenceBackend(gguf, graph, n_pages=8, max_batch=128, kv_type="f32")
+    reference = ReferenceBackend(gguf, graph, n_blocks=8, max_batch=128, kv_type="f32")
     expected = logits_of(reference, ids, splits, [2])
     backend = hybrid(gguf)
     found = within(120, lambda: logits_of(backend, ids, splits, [2]))
@@ -63,7 +63,7 @@ def alone(gguf: GGUFFile, layer: int, h: np.ndarray, scores: np.ndarray) -> tupl
     routed = graph.add(Heads(graph.value("scores", scores.shape[1]), both, 1, h.shape[1]))
     own = {value: graph.value(value.name, value.width) for value in inner_values(ffn)}
     graph.add(moved(ffn, own | {ffn.x: x, ffn.select.x: routed}))
-    backend = cpu_backend(gguf, graph, n_pages=8, max_batch=len(h), n_threads=2)
+    backend = cpu_backend(gguf, graph, n_blocks=8, max_batch=len(h), n_threads=2)
     name = ffn.select.out.name
     rows = backend.run(batch([(tokens(len(h)), 0, [0, 1])], (name,)), np.concatenate([h, scores], 1)).copy()
     return backend.tapped[name], rows

@@ -51,7 +51,7 @@ def both(
     **options: Any,
 ) -> tuple[CpuBackend, ChainBackend]:
     ready, graph = prepared(gguf, mode)
-    given: dict[str, Any] = {"n_pages": 8, "max_batch": 48, "kv_type": kv_type, "n_threads": n_threads}
+    given: dict[str, Any] = {"n_blocks": 8, "max_batch": 48, "kv_type": kv_type, "n_threads": n_threads}
     sparse = mode != "dense"
     hybrid = chain(placement, ready.weights, graph, sparse=sparse, **given, **options)
     return cpu_backend(ready.weights, graph, sparse=sparse, **given), hybrid

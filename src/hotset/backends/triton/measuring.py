@@ -102,12 +102,12 @@ def measure(
     *,
     n_threads: int | None = None,
     progress: Reporter | None = None,
-    anew: bool = False,
+    again: bool = False,
     path: Path | None = None,
 ) -> DeviceRates:
     """Return the rates of a device next to this CPU.
 
-    `anew`: measure them again, even if they are kept.
+    again: measure them again, even if they are stored.
 
     A Card is estimated. A simulated GPU has the rates of machine.STAND_IN. path: the file that keeps the
     rates. Raises DeviceError for a missing device.
@@ -120,7 +120,7 @@ def measure(
     n_threads = n_threads or usable_cores()
     return once(
         device_key(found, n_threads), lambda kept: DeviceRates(**kept), lambda: measure_now(found, n_threads),
-        f"Measuring this machine with {device}, once.", progress, path, anew=anew,
+        f"Measuring this machine with {device}, once.", progress, path, again=again,
     )  # fmt: skip
 
 
