@@ -50,7 +50,7 @@ def test_every_dispatch_of_a_step_is_timed(gguf: GGUFFile) -> None:
     assert taken[0].n_steps == 2
     assert 0 < taken[0].on_device < taken[0].on_host
     n = sum(operation.dispatches for operation in taken[0].operations)
-    counted = dispatches(stage.graph, gguf.tensors, backend.n_pages)
+    counted = dispatches(stage.graph, gguf.tensors, backend.n_blocks)
     assert n == counted.total() - len(n_chunks(200)) + 1  # a copy of the logits, not their candidates
     assert 2 < taken[0].groups <= n
     named = {operation.operation: operation for operation in taken[0].operations if operation.weight_bytes}

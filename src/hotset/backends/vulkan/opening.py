@@ -103,7 +103,11 @@ class _StageOpener:
             self._weights, self._graph, opened, self._options, span=piece.span, share=share, worker=worker
         )
         if trace_file() is not None:
-            stage.start_timing()
+            try:
+                stage.start_timing()
+            except BaseException:
+                stage.close()
+                raise
         return stage
 
     def _device(self, i: int) -> tuple[VulkanInfo, _core.VulkanDevice, DeviceShapes]:
