@@ -360,7 +360,11 @@ def compare(turns: Sequence[tuple[Runner, Path]], job: Job, rounds: int, *, agai
     return Comparison(
         speeds={name: [statistics.median(each[name]["samples_ts"]) for each, _ in taken] for name in names},
         bandwidth=[rate for _, rate in taken],
-        n_bytes={name: last[name]["bytes_per_token"] for name in names if "bytes_per_token" in last[name]},
+        n_bytes={
+            name: last[name]["bytes_per_token"]
+            for name in names
+            if job.n_gen and "bytes_per_token" in last[name]
+        },
         builds={name: str(last[name].get("build_commit", "unknown")) for name in names},
         failed=failed,
         disturbed=disturbed,

@@ -146,7 +146,7 @@ def test_programs_run_in_turn_and_a_failed_peer_only_once(tmp_path: Path) -> Non
     turns = [(program, file) for program in (ours, good, bad)]
     found = peers.compare(turns, Job(file, n_gen=1), 2, again=False)
     assert found.speeds == {"hotset": [4, 6], "good": [2, 2]}
-    assert found.n_bytes == {"hotset": 100}
+    assert found.n_bytes == {"hotset": 100}  # of decode; prefill has no such limit
     assert found.builds["good"] == "abc"
     assert found.failed == {"bad": "bad does not know this model"}
     with pytest.raises(ProgramFailed, match="hotset does not know"):
