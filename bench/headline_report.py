@@ -50,7 +50,7 @@ def facts(data: dict[str, Any]) -> str:
     programs = ", ".join(f"{name} {versions[name]}" for name in PEERS if name in versions)
     return (
         f"Machine: {machine['processor']}, {machine['cores']} cores, {size}, {data['threads']} threads. "
-        f"hotset {versions['hotset']} at {data['commit']}, {data['date'][:10]}; "
+        f"hotset at {data['commit']}, {data['date'][:10]}; "
         f"{programs or 'no other program'}. "
         f"Medians of {data['runs']} runs, by `python bench/headline.py`."
     )

@@ -283,7 +283,7 @@ def costs(device: str, n: int) -> dict[str, float]:
     from hotset.backends.vulkan.devices import find_device
     from hotset.backends.vulkan.kernels import Recorder, VulkanKernels
     from hotset.backends.vulkan.pipelines import open_device
-    from hotset.backends.vulkan.timings import Timings
+    from hotset.backends.vulkan.timings import DispatchTimings
 
     opened = open_device(find_device(device))
     kernels, buffer = VulkanKernels(opened), opened.allocate(256 * (n + 2), "device")
@@ -291,7 +291,7 @@ def costs(device: str, n: int) -> dict[str, float]:
     cancel = _core.VulkanCancel()
 
     def recorded(n: int, *, dependent: bool = False, timed: bool = False) -> _core.VulkanProgram:
-        kernels.timings = Timings(opened) if timed else None
+        kernels.timings = DispatchTimings(opened) if timed else None
         recorder = Recorder(kernels)
         for i in range(n):
             read, written = (i % 2, 1 - i % 2) if dependent else (0, i + 1)

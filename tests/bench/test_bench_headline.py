@@ -264,7 +264,7 @@ def test_tables_show_ratios_intervals_and_missing_programs() -> None:
     assert cells(texts["summary"])[2:] == [["M", "2.25×, –", ""], ["N, synthetic", "", "failed, –"]]
     assert len(cells(texts["sparse-summary"])) == 6
     assert texts["server"] == report.NOT_YET
-    assert "hotset 0.1 at abc1234, 2026-11-30; llama.cpp 0c1e570" in texts["facts"]
+    assert "hotset at abc1234, 2026-11-30; llama.cpp 0c1e570" in texts["facts"]
 
 
 def test_chart_draws_a_bar_per_ratio_and_marks_synthetic_rows() -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from hotset.backends.base import COUNTS, Batch, StepResult, StepStats, cache_slots
 from hotset.backends.stage import Rows, Stage, on_host
-from hotset.backends.timings import StepTimes, Timed
+from hotset.backends.timings import DeviceTimes, Timed
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.model.operations import PARTS
 from hotset.offload.cache_stats import CacheStats
@@ -160,7 +160,7 @@ class ChainBackend:
         started = [stage.start_timing() for stage in self.stages if isinstance(stage, Timed)]
         return any(started)
 
-    def end_timing(self) -> list[StepTimes]:
+    def end_timing(self) -> list[DeviceTimes]:
         """Return the times of all stages, as Timed.end_timing."""
         timed = (stage.end_timing() for stage in self.stages if isinstance(stage, Timed))
         return [times for of_stage in timed for times in of_stage]

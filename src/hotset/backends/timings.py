@@ -24,7 +24,7 @@ class OperationTime:
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class DeviceTimes:
     """The times of steps of n_tokens tokens on a device.
 
     n_steps: how many were timed. groups: dispatches between two barriers run concurrently and form a group.
@@ -51,6 +51,6 @@ class Timed(Protocol):
         """
         ...
 
-    def end_timing(self) -> list[StepTimes]:
+    def end_timing(self) -> list[DeviceTimes]:
         """Stop timing. Returns the times since start_timing, by device and number of tokens of a step."""
         ...

@@ -708,7 +708,7 @@ class _Markdown:
 
 
 def _print_operations(test: str, times: dict[str, Any]) -> None:
-    """Print a table of the operations of a test's steps (StepTimes)."""
+    """Print a table of the operations of a test's steps (DeviceTimes)."""
     n_tokens, total, operations = times["n_tokens"], times["on_device"], times["operations"]
     n = sum(one["dispatches"] for one in operations)
     plural = "s" if n_tokens != 1 else ""

@@ -29,7 +29,7 @@ from hotset.errors import DeviceError
 from hotset.offload.misses import Fetching, fetched_of, n_fetched
 
 
-class CopyStream(Protocol):
+class FetchStream(Protocol):
     """A side stream next to the compute stream: `SideStream`, or a test's stream."""
 
     def after_all(self) -> None:
@@ -130,7 +130,7 @@ class Fetcher:
         cache: GpuExpertCache,
         kernels: Kernels,
         fetching: Fetching | None,
-        stream: CopyStream | None = None,
+        stream: FetchStream | None = None,
     ) -> None:
         self._cache, self._kernels, self._fetching = cache, kernels, fetching
         self._beside = stream or SideStream(cache.device)

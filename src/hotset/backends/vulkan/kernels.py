@@ -12,7 +12,7 @@ import numpy as np
 
 from hotset import _core
 from hotset.backends.vulkan.shapes import DeviceShapes
-from hotset.backends.vulkan.timings import Dispatch, Timings
+from hotset.backends.vulkan.timings import Dispatch, DispatchTimings
 from hotset.model.operations import Value
 
 _LANES = 64  # lanes of a workgroup in elementwise kernels
@@ -76,7 +76,7 @@ class VulkanKernels:
 
     def __init__(self, device: _core.VulkanDevice, shapes: DeviceShapes | None = None) -> None:
         self.device, self.shapes = device, shapes or DeviceShapes()
-        self.timings: Timings | None = None
+        self.timings: DispatchTimings | None = None
         self.compiled: dict[tuple[object, ...], _core.VulkanKernel] = {}
         self.is_native, self.is_fused = device.has_integer_dots and self.allows_native, True
         as_native, self.is_fused = self._probed()

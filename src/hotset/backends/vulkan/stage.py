@@ -22,7 +22,7 @@ from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.cpu.worker import CpuWorker, moe_layers
 from hotset.backends.device.stage import NOTHING_SHARED, CpuShare, DeviceStage
 from hotset.backends.stage import WHOLE, BackendOptions, Rows, Span, on_host
-from hotset.backends.timings import StepTimes
+from hotset.backends.timings import DeviceTimes
 from hotset.backends.vulkan import pipelines
 from hotset.backends.vulkan.adapters import DeviceAdapters
 from hotset.backends.vulkan.budget import cache_sizes, state_bytes
@@ -35,7 +35,7 @@ from hotset.backends.vulkan.plugin import refused
 from hotset.backends.vulkan.program import KV_CODES, CacheOfLayer, RecordedGraph, VulkanParts
 from hotset.backends.vulkan.shapes import DeviceShapes, default_shapes
 from hotset.backends.vulkan.split import SharedLayers
-from hotset.backends.vulkan.timings import Timings
+from hotset.backends.vulkan.timings import DispatchTimings
 from hotset.backends.vulkan.weights import VulkanWeights
 from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError, UnsupportedModelError
 from hotset.formats.source import WeightSource
@@ -256,12 +256,12 @@ class VulkanStage(DeviceStage):
 
     def start_timing(self) -> bool:
         """Time the operations of all stages on the device, as Timed.start_timing."""
-        self._kernels.timings = Timings(self._device)
+        self._kernels.timings = DispatchTimings(self._device)
         for stage in self.opened.stages:
             stage._record_anew()  # noqa: SLF001
         return True
 
-    def end_timing(self) -> list[StepTimes]:
+    def end_timing(self) -> list[DeviceTimes]:
         """Return the times, as Timed.end_timing; none if another stage of the device has returned them."""
         timings, self._kernels.timings = self._kernels.timings, None
         for stage in self.opened.stages:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hotset.backends.timings import OperationTime, StepTimes
+from hotset.backends.timings import DeviceTimes, OperationTime
 from hotset.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class _Steps:
     seconds: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
 
 
-class Timings:
+class DispatchTimings:
     """The times of the dispatches on one device since timing began.
 
     The constructor raises DeviceError if the device has no timestamps.
@@ -90,10 +90,10 @@ class Timings:
             if (trace := trace_file()) is not None:
                 trace.write(self._name, dispatches, ticks * (self._tick * 1e-3), n_tokens)
 
-    def taken(self) -> list[StepTimes]:
+    def taken(self) -> list[DeviceTimes]:
         """Return the mean times so far, the operations that take most first."""
         return [
-            StepTimes(
+            DeviceTimes(
                 self._name, n_tokens, steps.n_steps, steps.groups // steps.n_steps,
                 sum(steps.seconds.values()) / steps.n_steps, steps.on_host / steps.n_steps,
                 [
