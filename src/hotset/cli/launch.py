@@ -98,7 +98,7 @@ def launch(
         name = model or (default_model() if found is None else "")
         if found is None and show:
             n_ctx = ctx_size or _context(name, _known(name))
-            say(f"No server runs: one of {name} would be started on a free port (PORT), with -c {n_ctx}.")
+            say(f"No server runs. One for {name} would be started on a free port (PORT), with -c {n_ctx}.")
             found = ServerAddress(url=_FREE, model=_served_name(name), n_ctx=n_ctx, key=api_key())
         if found is None:
             with ProgressBar() as bar:
