@@ -38,6 +38,7 @@ from hotset.storage import on_this_machine
 
 ROOT = Path(__file__).parents[1]
 ADAPTERS = ROOT / "adapters" / "smollm2-135m-relu.safetensors"
+IMATRIX = ADAPTERS.with_suffix(".imatrix")
 GROUPS = ("decode", "prefill", "depth", "server", "sparse", "7b", "moe")
 KNOWN = [("llama", 30, 576), ("qwen2", 24, 896), ("qwen2", 28, 1536)]  # architecture, layers, width
 TYPES = {number: name for name, number in LLAMA_FTYPES.items()}
@@ -251,7 +252,8 @@ def mode(name: str) -> Runner:
 
 def make_sparse(original: Path, path: Path) -> None:
     command = [sys.executable, "-m", "hotset.cli.main", "sparse", "make", str(original), str(path)]
-    subprocess.run([*command, "--adapters", str(ADAPTERS)], check=True, stdout=sys.stderr)
+    command += ["--adapters", str(ADAPTERS), "--imatrix", str(IMATRIX)]
+    subprocess.run(command, check=True, stdout=sys.stderr)
 
 
 async def throughputs(url: str, seed: int) -> dict[int, float]:
