@@ -7,6 +7,7 @@ JOBS ?= 2
 # Of pytest: one more than there are cores, for tests wait for processes, servers and clocks.
 WORKERS ?= 3
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
+IMPORTANCE := adapters/smollm2-135m-relu.imatrix
 RELU := build/demo/smollm2-135m-relu.gguf
 
 .PHONY: demo site man build check test test-all test-deps test-loaded test-order test-clients test-peers test-published test-scale test-triton test-ptx test-vulkan mutants lint lint-page tidy format reference kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel wheels wheels-twice windows-test aarch64-test debian-test sbom release-check clean
@@ -14,14 +15,14 @@ RELU := build/demo/smollm2-135m-relu.gguf
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
 	$(MAKE) $(RELU)
-	@printf '\nThe same model made sparse. Compare the speeds: today it is slower than the original above.\n\n'
+	@printf '\nThe same model made sparse:\n\n'
 	$(BIN)/hotset run $(RELU) "What is photosynthesis?" --temp 0 -n 80
-	$(BIN)/python bench/demo_sparse.py
+	$(BIN)/python bench/demo_sparse.py --original smollm2-135m --sparse $(RELU)
 
 # The same model, its neurons made sparse: docs/guides/make-sparse.md.
-$(RELU): $(ADAPTERS)
+$(RELU): $(ADAPTERS) $(IMPORTANCE)
 	mkdir -p $(@D)
-	$(BIN)/hotset sparse make smollm2-135m $@ --adapters $(ADAPTERS)
+	$(BIN)/hotset sparse make smollm2-135m $@ --adapters $(ADAPTERS) --imatrix $(IMPORTANCE)
 
 build: $(VENV)/.installed
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.base import BLOCK_SIZE, Batch
 from hotset.sparsity.stats import StepCosts
 
 if TYPE_CHECKING:
@@ -35,21 +35,17 @@ class Anatomy:
     ffn: float
     attention: float
 
-    def at_best(self, streaming: float, gathering: float) -> float:
-        """Return tokens per second if only memory at these rates (bytes per second) took time."""
-        return 1 / (self.streamed / streaming + self.gathered / gathering)
-
 
 def decode(model: Model, tokens: Sequence[int]) -> tuple[list[float], list[StepStats]]:
     """Decode the tokens one by one, directly with the backend; return seconds and statistics of each step."""
     n = len(tokens)
-    pages = np.arange(-(-n // PAGE_SIZE), dtype=np.int32)[None]
+    blocks = np.arange(-(-n // BLOCK_SIZE), dtype=np.int32)[None]
     zero = np.zeros(1, np.int32)
     seconds, stats = [], []
     for position, token in enumerate(tokens):
         at = np.array([position], np.int32)
         start = time.perf_counter()
-        model.backend.step(Batch(np.array([token], np.int32), at, zero, pages, zero))
+        model.backend.step(Batch(np.array([token], np.int32), at, zero, blocks, zero))
         seconds.append(time.perf_counter() - start)
         counted = model.backend.stats()
         assert counted is not None, "this backend keeps no statistics"

@@ -29,8 +29,8 @@ N_LAYER = 4
 
 def layers(runtime: _core.Runtime, n_tokens: int, kind: str) -> Any:
     """Return a plan of N_LAYER layers that share their weights. kind: of the down projection."""
-    n_pages = -(-n_tokens // _core.KV_BLOCK_SIZE)
-    plan = _core.Plan(n_tokens, n_pages, n_pages, runtime)
+    n_blocks = -(-n_tokens // _core.KV_BLOCK_SIZE)
+    plan = _core.Plan(n_tokens, n_blocks, n_blocks, runtime)
     rng = np.random.default_rng(0)
 
     def matrix(rows: int, cols: int) -> np.ndarray:
@@ -44,7 +44,7 @@ def layers(runtime: _core.Runtime, n_tokens: int, kind: str) -> Any:
     buffer = lambda width: plan.buffer(width, False)  # noqa: E731
     x, q, k, v, a, o, h = (buffer(WIDTH) for _ in range(7))
     f = buffer(N_FF)
-    caches = [np.zeros(n_pages * HEADS * _core.KV_BLOCK_SIZE * HEAD_DIM * 2, np.uint8) for _ in range(2)]
+    caches = [np.zeros(n_blocks * HEADS * _core.KV_BLOCK_SIZE * HEAD_DIM * 2, np.uint8) for _ in range(2)]
     plan.add("embed", weight=(Q4_0, square), of="token", first_row=0, out=x)
     for _ in range(N_LAYER):
         plan.add("linear", x=x, parts=[{"weight": (Q4_0, square), "out": out} for out in (q, k, v)])

@@ -17,7 +17,7 @@ import time
 import numpy as np
 from peers import machine, print_json, print_table
 
-from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.base import BLOCK_SIZE, Batch
 from hotset.backends.cpu.backend import CpuBackend, new_runtime
 from hotset.backends.stage import BackendOptions
 from hotset.formats.gguf import open_gguf
@@ -27,11 +27,11 @@ from hotset.model.decoder import describe
 
 
 def step(n_tokens: int, depth: int) -> Batch:
-    """Return the tokens from position `depth` on; position p is in block p // PAGE_SIZE."""
+    """Return the tokens from position `depth` on; position p is in block p // BLOCK_SIZE."""
     positions = np.arange(depth, depth + n_tokens, dtype=np.int32)
-    pages = np.arange(-(-(depth + n_tokens) // PAGE_SIZE), dtype=np.int32)[None]
+    blocks = np.arange(-(-(depth + n_tokens) // BLOCK_SIZE), dtype=np.int32)[None]
     ids = (positions * 7919 % 500).astype(np.int32)
-    return Batch(ids, positions, np.zeros_like(positions), pages, np.array([n_tokens - 1], np.int32))
+    return Batch(ids, positions, np.zeros_like(positions), blocks, np.array([n_tokens - 1], np.int32))
 
 
 def seconds_of(backend: CpuBackend, batch: Batch) -> float:
@@ -51,23 +51,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
-    types, n_pages = args.types.split(","), -(-(args.depth + args.tokens) // PAGE_SIZE)
-    runtime, most = new_runtime(args.threads), max(args.tokens, PAGE_SIZE)
+    types, n_blocks = args.types.split(","), -(-(args.depth + args.tokens) // BLOCK_SIZE)
+    runtime, most = new_runtime(args.threads), max(args.tokens, BLOCK_SIZE)
     with open_gguf(args.model) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         cost = Cost(graph, gguf.tensors)
         backends = [
             CpuBackend(
-                gguf, graph, BackendOptions(n_pages=n_pages, max_batch=most, kv_type=name), runtime=runtime
+                gguf, graph, BackendOptions(n_blocks=n_blocks, max_batch=most, kv_type=name), runtime=runtime
             )
             for name in types
         ]
         batch = step(args.tokens, args.depth)
         for backend in backends:
-            backend.step(step(PAGE_SIZE, 0))
-            page = backend.read_page(0)
-            for i in range(1, n_pages):
-                backend.write_page(i, page)
+            backend.step(step(BLOCK_SIZE, 0))
+            block = backend.read_block(0)
+            for i in range(1, n_blocks):
+                backend.write_block(i, block)
             backend.step(batch)
         times = np.array([[seconds_of(backend, batch) for backend in backends] for _ in range(args.rounds)])
         rows, found = [], {}

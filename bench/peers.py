@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import psutil
@@ -29,6 +31,10 @@ DISTURBED = 0.1  # cores that others may use without disqualifying a measurement
 READ_BYTES = 2 << 30  # at most this much of a file is read to measure bandwidth
 
 T = TypeVar("T")
+
+
+class ProgramFailed(SystemExit):
+    """A program of a benchmark is missing or failed; the message has the end of its output."""
 
 
 @dataclass(frozen=True)
@@ -47,53 +53,137 @@ class Job:
     repetitions: int = 3
 
     @property
-    def tests(self) -> list[tuple[str, str]]:
-        """Return the name and kind ("pp" or "tg") of each test."""
-        tail = f" @ d{self.n_depth} {self.kv_type}" if self.n_depth else ""
-        sizes = {"pp": self.n_prompt, "tg": self.n_gen}
-        return [(f"{kind}{size}{tail}, {self.n_threads}t", kind) for kind, size in sizes.items() if size]
+    def kind(self) -> str:
+        """Return "tg" if tokens are generated, otherwise "pp"."""
+        return "tg" if self.n_gen else "pp"
+
+
+class Runner(Protocol):
+    """A program that runs jobs."""
+
+    @property
+    def name(self) -> str: ...
+
+    def bench(self, job: Job) -> dict[str, dict[str, Any]]:
+        """Run the job: return kind of test ("pp", "tg") → entry with `samples_ts`, tokens per second."""
+
+
+def run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """Run a program and return its output and errors, or raise ProgramFailed."""
+    done = subprocess.run(
+        argv, capture_output=True, text=True, errors="replace", env=os.environ | (env or {}), check=False
+    )
+    if done.returncode:
+        raise ProgramFailed(f"{argv[0]} failed ({done.returncode}):\n{done.stderr.strip()[-2000:]}")
+    return done.stdout, done.stderr
 
 
 @dataclass(frozen=True)
 class Program:
-    """A command that takes llama-bench's options. kv_flags: additional options for a type of KV cache."""
+    """A command that takes llama-bench's options.
+
+    kv_flags: additional options for a type of KV cache. has_depth: it knows `-d`; otherwise it generates
+    after a prompt with `-gp`.
+    """
 
     name: str
     command: tuple[str, ...]
     kv_flags: Callable[[str], list[str]]
     env: dict[str, str] = field(default_factory=dict)
+    has_depth: bool = True
 
     def bench(self, job: Job) -> dict[str, dict[str, Any]]:
-        """Run the job: return kind of test ("pp", "tg") → llama-bench's entry."""
-        argv = [*self.command, "-m", str(job.model), "-p", str(job.n_prompt), "-n", str(job.n_gen)]
-        argv += ["-d", str(job.n_depth), "-t", str(job.n_threads), "-r", str(job.repetitions), "-o", "json"]
-        argv += self.kv_flags(job.kv_type)
-        done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | self.env, check=False)
-        if done.returncode:
-            sys.exit(f"{' '.join(argv)} failed:\n{done.stderr.strip()[-2000:]}")
-        return {"pp" if entry["n_prompt"] else "tg": entry for entry in json.loads(done.stdout)}
+        sizes = ["-p", str(job.n_prompt), "-n", str(job.n_gen)]
+        if job.n_depth and self.has_depth:
+            sizes += ["-d", str(job.n_depth)]
+        elif job.n_depth:
+            sizes = ["-p", "0", "-n", "0", "-gp", f"{job.n_depth},{job.n_gen}"]
+        argv = [*self.command, "-m", str(job.model), *sizes, "-t", str(job.n_threads)]
+        argv += ["-r", str(job.repetitions), "-o", "json", *self.kv_flags(job.kv_type)]
+        return llama_bench_entries(run(argv, self.env)[0])
 
 
-def hotset(isa: str | None = None) -> Program:
-    """Return this checkout's `hotset bench`, with the kernels of `isa` or those chosen for the processor."""
+def llama_bench_entries(output: str) -> dict[str, dict[str, Any]]:
+    """Return kind of test ("pp", "tg") → entry of llama-bench's JSON. A log may precede the JSON."""
+    start = re.search(r"^\[$", output, re.MULTILINE)
+    entries = json.loads(output[start.start() if start else 0 :])
+    return {"tg" if entry["n_gen"] else "pp": entry for entry in entries}
+
+
+def hotset(isa: str | None = None, *options: str, name: str = "hotset") -> Program:
+    """Return this checkout's `hotset bench` with these options.
+
+    isa: the kernels to use instead of those chosen for the processor.
+    """
     return Program(
-        "hotset",
-        (sys.executable, "-m", "hotset.cli.main", "bench"),
+        name,
+        (sys.executable, "-m", "hotset.cli.main", "bench", *options),
         lambda kv_type: ["-ctk", kv_type],
         {"HOTSET_ISA": isa} if isa else {},
     )
 
 
-def llama_bench(folder: Path) -> Program:
-    """Return llama-bench of a llama.cpp build. A quantised V cache works only with flash attention."""
-    program = folder / "llama-bench"
-    if not program.is_file():
-        sys.exit(f"There is no llama-bench in {folder}: give the bin folder of a llama.cpp build.")
+def find_program(folder: Path, name: str) -> Path:
+    """Return a program in a folder, or in the folder `bin` of a build."""
+    for path in (folder / name, folder / "bin" / name):
+        if path.is_file():
+            return path
+    raise ProgramFailed(f"{folder} and its bin have no {name}: give the folder of a build.")
+
+
+def llama_bench(folder: Path, name: str = "llama.cpp", *, has_depth: bool = True) -> Program:
+    """Return llama-bench of a build. A quantised V cache works only with flash attention."""
     return Program(
-        "llama.cpp",
-        (str(program),),
+        name,
+        (str(find_program(folder, "llama-bench")),),
         lambda kv_type: [] if kv_type == "f16" else ["-ctk", kv_type, "-ctv", kv_type, "-fa", "1"],
+        has_depth=has_depth,
     )
+
+
+PROMPT_EVAL = re.compile(r"prompt eval time =\s*([\d.]+) ms /\s*(\d+) tokens")
+EVAL = re.compile(r"(?<!prompt )eval time =\s*([\d.]+) ms /\s*(\d+) runs")
+_BUILD = re.compile(r"build = \d+ \((\w+)\)")
+
+
+@dataclass(frozen=True)
+class PowerInfer:
+    """PowerInfer's `main`, which benchmarks itself. It samples, so that tokens vary as in other programs."""
+
+    program: Path
+    name: str = "PowerInfer"
+
+    def bench(self, job: Job) -> dict[str, dict[str, Any]]:
+        """Do the same as Program.bench; `main` runs a prompt and then decodes, once per repetition."""
+        samples: dict[str, list[float]] = {"pp": [], "tg": []}
+        build = "unknown"
+        for seed in range(job.repetitions):
+            argv = [str(self.program), "-m", str(job.model), "-t", str(job.n_threads), "-s", str(seed + 1)]
+            argv += ["-n", str(job.n_gen), "-c", str(job.n_prompt + job.n_gen + 256), "--ignore-eos"]
+            argv += ["--temp", "1.0", "-b", "512", "-p", text_of(job.model, job.n_prompt or 8)]
+            log = run(argv)[1]
+            prompt, generated = PROMPT_EVAL.search(log), EVAL.search(log)
+            if prompt is None or generated is None:
+                raise ProgramFailed(f"{self.program} printed no timings:\n{log.strip()[-2000:]}")
+            for kind, found in (("pp", prompt), ("tg", generated)):
+                samples[kind].append(int(found[2]) / float(found[1]) * 1e3)
+            if named := _BUILD.search(log):
+                build = named[1]
+        return {kind: {"samples_ts": speeds, "build_commit": build} for kind, speeds in samples.items()}
+
+
+def text_of(path: Path, n: int) -> str:
+    """Return random letters and words of about n tokens for the file's tokenizer."""
+    from hotset.formats.gguf import open_gguf
+    from hotset.text.tokenizer import load_tokenizer
+
+    rng = np.random.default_rng(0)
+    text = "a"
+    with open_gguf(path) as file:
+        tokenizer = load_tokenizer(file.metadata)
+        while len(tokenizer.encode(text, add_special=True)) < n:
+            text += " " + "".join(rng.choice(list("aeioudgklmnprst"), rng.integers(1, 5)))
+    return text
 
 
 # -- is the machine quiet? -----------------------------------------------------------------------
@@ -174,42 +264,58 @@ def bandwidth_reader(path: Path, n_threads: int) -> Callable[[], float]:
 
 
 @dataclass
-class Row:
-    """The comparison of a test. Speeds: median tokens per second of the rounds; ratio: ours / peer, pairwise.
+class Comparison:
+    """The results of programs that ran in turn, each list with one value per round.
 
-    bandwidth: bytes per second of the mapped file, read between the runs. share, peer_share: the part of that
-    bandwidth that decode used (same bytes per token for both). disturbed: rounds that others disturbed and
-    that could not be repeated. target: the smallest ratio wanted, or None.
+    speeds: tokens per second by program, ours first. bandwidth: bytes per second of our mapped file, read
+    between the runs. n_bytes: bytes that a token reads, by program of ours. builds: the peers' commits.
+    failed: the reason why a peer has no speeds. disturbed: rounds that others disturbed and that could not be
+    repeated.
     """
 
-    test: str
-    ours: float
-    peer: float
-    ratio: float
-    ratios: list[float]
-    bandwidth: float
-    share: float | None
-    peer_share: float | None
-    disturbed: int
-    peer_build: str
-    target: float | None = None
-    share_target: float | None = None  # an alternative to `target`
+    speeds: dict[str, list[float]]
+    bandwidth: list[float] = field(default_factory=list)
+    n_bytes: dict[str, float] = field(default_factory=dict)
+    builds: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    disturbed: int = 0
 
     @property
-    def verdict(self) -> str:
-        if self.target is None:
-            return ""
-        by_share = self.share_target is not None and (self.share or 0.0) >= self.share_target
-        return verdict(self.ratio >= self.target or by_share)
+    def ours(self) -> str:
+        return next(iter(self.speeds))
+
+    def ratios(self, peer: str, ours: str | None = None) -> list[float]:
+        """Return our speed over the peer's in each round."""
+        return [a / b for a, b in zip(self.speeds[ours or self.ours], self.speeds[peer], strict=True)]
+
+    def share(self, program: str | None = None) -> float | None:
+        """Return the median share of the bandwidth that a program used. A peer reads our bytes."""
+        n_bytes = self.n_bytes.get(program or self.ours, self.n_bytes.get(self.ours))
+        if n_bytes is None:
+            return None
+        speeds = self.speeds[program or self.ours]
+        return statistics.median(a * n_bytes / b for a, b in zip(speeds, self.bandwidth, strict=True))
 
 
-def undisturbed(n: int, run: Callable[[int], T], what: str) -> tuple[list[T], int]:
+def interval(values: Sequence[float], confidence: float = 0.9) -> tuple[float, float]:
+    """Return the narrowest pair of values that contains the true median with this confidence.
+
+    Fewer than five values give their range, which has less confidence (three: 75%).
+    """
+    ordered, n = sorted(values), len(values)
+    k = 0
+    while 1 - 2 * sum(math.comb(n, i) for i in range(k + 2)) / 2**n >= confidence:
+        k += 1
+    return ordered[k], ordered[n - 1 - k]
+
+
+def undisturbed(n: int, run: Callable[[int], T], what: str, *, again: bool = True) -> tuple[list[T], int]:
     """Return the results of run(0) to run(n - 1), and how many of them others disturbed.
 
-    A disturbed call is repeated, up to n times in total.
+    again: repeat a disturbed call, up to n times in total.
     """
     results: list[T] = []
-    spare, disturbed = n, 0
+    spare, disturbed = n if again else 0, 0
     while len(results) < n:
         with Others() as others:
             result = run(len(results))
@@ -223,52 +329,45 @@ def undisturbed(n: int, run: Callable[[int], T], what: str) -> tuple[list[T], in
     return results, disturbed
 
 
-@dataclass
-class _Round:
-    ours: dict[str, dict[str, Any]]
-    peer: dict[str, dict[str, Any]]
-    bandwidth: float
+def compare(turns: Sequence[tuple[Runner, Path]], job: Job, rounds: int, *, again: bool = True) -> Comparison:
+    """Run programs, each on its file, in turn; the first is ours, and its file is read in between.
 
-
-def compare(ours: Program, peer: Program, job: Job, rounds: int) -> list[Row]:
-    """Run the two programs in turn, `rounds` times, and read the file in between."""
-    read = bandwidth_reader(job.model, job.n_threads)
+    A peer that fails is not run again. again: repeat rounds that other programs disturbed.
+    """
+    ours, file = turns[0]
+    read = bandwidth_reader(file, job.n_threads)
     read()  # loads the file into memory
+    failed: dict[str, str] = {}
 
-    def one(i: int) -> _Round:
+    def one(i: int) -> tuple[dict[str, dict[str, Any]], float]:
         entries, rates = {}, []
-        for program in (ours, peer) if i % 2 == 0 else (peer, ours):
+        for program, path in turns if i % 2 == 0 else reversed(turns):
+            if program.name in failed:
+                continue
             rates.append(read())
-            entries[program.name] = program.bench(job)
-        rates.append(read())
-        return _Round(entries[ours.name], entries[peer.name], statistics.median(rates))
+            try:
+                entries[program.name] = program.bench(replace(job, model=path))[job.kind]
+            except ProgramFailed as error:
+                if program is ours:
+                    raise
+                failed[program.name] = str(error)
+                print(f"{program.name}: {error}", file=sys.stderr)
+        return entries, statistics.median(rates)
 
-    taken, disturbed = undisturbed(rounds, one, job.tests[0][0])
-    return [_row(name, kind, taken, disturbed) for name, kind in job.tests]
-
-
-def _row(name: str, kind: str, rounds: Sequence[_Round], disturbed: int) -> Row:
-    def speeds(entries: Iterable[dict[str, dict[str, Any]]]) -> list[float]:
-        return [statistics.median(entry[kind]["samples_ts"]) for entry in entries]
-
-    ours, peer = speeds(r.ours for r in rounds), speeds(r.peer for r in rounds)
-    ratios = [a / b for a, b in zip(ours, peer, strict=True)]
-    share = peer_share = None
-    if kind == "tg":
-        per_token = [r.ours[kind]["bytes_per_token"] / r.bandwidth for r in rounds]  # seconds, at best
-        share = statistics.median(a * s for a, s in zip(ours, per_token, strict=True))
-        peer_share = statistics.median(b * s for b, s in zip(peer, per_token, strict=True))
-    return Row(
-        test=name,
-        ours=statistics.median(ours),
-        peer=statistics.median(peer),
-        ratio=statistics.median(ratios),
-        ratios=ratios,
-        bandwidth=statistics.median(r.bandwidth for r in rounds),
-        share=share,
-        peer_share=peer_share,
+    taken, disturbed = undisturbed(rounds, one, job.model.name, again=again)
+    names = [program.name for program, _ in turns if program.name not in failed]
+    last = taken[-1][0]
+    return Comparison(
+        speeds={name: [statistics.median(each[name]["samples_ts"]) for each, _ in taken] for name in names},
+        bandwidth=[rate for _, rate in taken],
+        n_bytes={
+            name: last[name]["bytes_per_token"]
+            for name in names
+            if job.n_gen and "bytes_per_token" in last[name]
+        },
+        builds={name: str(last[name].get("build_commit", "unknown")) for name in names},
+        failed=failed,
         disturbed=disturbed,
-        peer_build=str(rounds[0].peer[kind]["build_commit"]),
     )
 
 
@@ -279,33 +378,23 @@ def percent(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
 
 
-def row_cells(row: Row) -> list[str]:
-    """Return the cells of a row, in the order of HEADERS."""
-    target = "" if row.target is None else f"{row.target:.1f}×"
-    if row.share_target is not None:
-        target += f" or {row.share_target:.0%}"
-    note = row.verdict + (f" ({row.disturbed} rounds disturbed)" if row.disturbed else "")
-    return [
-        row.test,
-        f"{row.ours:.2f}",
-        f"{row.peer:.2f}",
-        f"{row.ratio:.2f}× ({min(row.ratios):.2f} to {max(row.ratios):.2f})",
-        f"{row.bandwidth / 1e9:.1f}",
-        percent(row.share),
-        percent(row.peer_share),
-        target,
-        note,
-    ]
+def ratio(values: Sequence[float]) -> str:
+    """Return the median of ratios and its interval, as a cell."""
+    low, high = interval(values)
+    return f"{statistics.median(values):.2f}×" + (f" ({low:.2f} to {high:.2f})" if len(values) > 1 else "")
 
 
-HEADERS = ["test", "hotset t/s", "peer t/s", "ratio", "GB/s read", "hotset of it", "peer of it", "target", ""]
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    widths = [max(len(line[i]) for line in [headers, *rows]) for i in range(len(headers))]
+    lines = [headers, ["-" * width for width in widths], *rows]
+    cells = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a Markdown table, ready for docs/benchmarks/results.md."""
-    widths = [max(len(line[i]) for line in [headers, *rows]) for i in range(len(headers))]
-    for line in [headers, ["-" * width for width in widths], *rows]:
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
+    print(table(headers, rows))
 
 
 def print_json(kind: str, **facts: Any) -> None:
@@ -336,10 +425,6 @@ def _commit() -> str:
 
 def verdict(passed: bool) -> str:
     return "pass" if passed else "FAIL"
-
-
-def as_dicts(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    return [asdict(row) | {"verdict": row.verdict} for row in rows]
 
 
 def common_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import statistics
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import peers
-from peers import Job, Row
+from peers import Comparison, Job
 from synthetic import LLAMA_FTYPES, SHAPES, Shape, write_model
 
 from hotset.formats.quants import GGMLType, row_bytes
@@ -51,23 +53,39 @@ def main() -> None:
     ours, llama = peers.hotset(args.isa), peers.llama_bench(args.llama)
 
     peers.wait_until_quiet(args.force)
-    rows: list[Row] = []
+    rows, results = [], {}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for type in types:
             path = Path(folder) / f"{type.name}.gguf"
             write_model(path, shape_of_size(type, args.size * 1e6), type, N_VOCAB)
-            job = Job(path, args.prompt, 32, n_threads=args.threads)
-            measured = peers.compare(ours, llama, job, args.rounds)
+            jobs = [Job(path, 0, 32, n_threads=args.threads)]
+            jobs += [Job(path, args.prompt, n_threads=args.threads)] if args.prompt else []
+            for job in jobs:
+                name = f"{type.name} {job.kind}"
+                found = peers.compare([(ours, path), (llama, path)], job, args.rounds)
+                rows.append(cells(name, found, llama.name, TARGET if job.n_gen else None))
+                results[name] = asdict(found)
+                print(" ".join(rows[-1][:4]), flush=True)
             path.unlink()
-            for row, (name, kind) in zip(measured, job.tests, strict=True):
-                row.test = f"{type.name} {name}"
-                row.target = TARGET if kind == "tg" else None
-                print(f"{row.test}: {row.ours:.1f} t/s, {row.ratio:.2f}×", flush=True)
-            rows += measured
     print(f"\none model per type, {args.size:.0f} MB each, {args.rounds} rounds\n")
-    peers.print_table(peers.HEADERS, [peers.row_cells(row) for row in rows])
+    headers = ["test", "hotset t/s", "llama.cpp t/s", "ratio", "GB/s read", "hotset of it", ""]
+    peers.print_table(headers, rows)
     print()
-    peers.print_json("quant_types", isa=args.isa, machine=peers.machine(), results=peers.as_dicts(rows))
+    peers.print_json("quant_types", isa=args.isa, machine=peers.machine(), results=results)
+
+
+def cells(name: str, found: Comparison, peer: str, target: float | None) -> list[str]:
+    if peer in found.failed:
+        return [name, f"{statistics.median(found.speeds[found.ours]):.2f}", "failed", "", "", "", ""]
+    ratios = found.ratios(peer)
+    return [
+        name,
+        *(f"{statistics.median(found.speeds[program]):.2f}" for program in (found.ours, peer)),
+        peers.ratio(ratios),
+        f"{statistics.median(found.bandwidth) / 1e9:.1f}",
+        peers.percent(found.share()),
+        "" if target is None else peers.verdict(statistics.median(ratios) >= target),
+    ]
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ def simulate(args: argparse.Namespace) -> dict[str, Any]:
     One stream: every byte is read once per token, on any machine, and each boundary is a hop. Several: the
     pieces of a step follow one another, so that a step takes the time of n + stages - 1 pieces.
     """
-    n_bytes, width = args.gigabytes * 1e9, 8192
+    n_bytes, width = args.size * 2**30, 8192
     latency, row = args.hop / 1e3, width * 4 / (args.network * 1e9 / 8)
     rows, found = [], {}
     for n in (1, 2, 4, 8):
@@ -227,12 +227,12 @@ def simulate(args: argparse.Namespace) -> dict[str, Any]:
         n_pieces = min(n, 4)
         of_stage = n_bytes / n / (args.rate * 1e9) * (1 + args.each * (16 / n_pieces - 1))
         sixteen = (n_pieces + n - 1) * (of_stage + (latency + row * 16 / n_pieces) * (n > 1))
-        fits = n_bytes / n <= args.memory * 1e9
+        fits = n_bytes / n <= args.memory * 2**30
         found[n] = {"one": 1 / one, "sixteen": 16 / sixteen, "fits": fits}
         rows.append(
             [
                 str(n),
-                f"{args.gigabytes / n:.1f} GB" + ("" if fits else ", too much"),
+                f"{args.size / n:.1f} GiB" + ("" if fits else ", too much"),
                 f"{1 / one:.2f}",
                 f"{16 / sixteen:.2f}",
             ]
@@ -252,12 +252,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument(
-        "--gigabytes",
+        "--size",
         type=float,
-        default=39.6,
-        help="simulate: GB of the model (70B in Q4_K_M: 42.5, Q4_0: 39.6)",
+        default=36.9,
+        help="simulate: GiB of the model (70B in Q4_K_M: 39.6, Q4_0: 36.9)",
     )
-    parser.add_argument("--memory", type=float, default=24, help="simulate: GB that a machine has for it")
+    parser.add_argument("--memory", type=float, default=24, help="simulate: GiB that a machine has for it")
     parser.add_argument(
         "--rate", type=float, default=40, help="simulate: GB/s of weights that a machine reads"
     )

@@ -89,7 +89,8 @@ class Client:
         writer.write(head.encode() + body)
         status = await reader.readline()
         if b" 200 " not in status:
-            raise SystemExit(f"the server answered {status!r}: {(await reader.read()).decode()[-500:]}")
+            reason = (await reader.read()).decode()[-500:]
+            raise peers.ProgramFailed(f"the server answered {status!r}: {reason}")
         last = b""
         while line := await reader.readline():  # (the sizes of HTTP chunks are separate lines)
             if line.startswith(b"data: {"):
@@ -115,9 +116,10 @@ def hotset_command(model: Path, port: int, slots: int, threads: int) -> list[str
 
 
 def llama_command(folder: Path, model: Path, port: int, slots: int, threads: int) -> list[str]:
+    program = peers.find_program(folder, "llama-server")
     return [
-        str(folder / "llama-server"), "-m", str(model), "--port", str(port), "-np", str(slots),
-        "-c", str(N_CTX * slots), "-t", str(threads), "-tb", str(threads), "--no-webui",
+        str(program), "-m", str(model), "--port", str(port), "-np", str(slots),
+        "-c", str(N_CTX * slots), "-t", str(threads), "-tb", str(threads),
     ]  # fmt: skip
 
 
@@ -139,7 +141,9 @@ def running(command: list[str], port: int) -> Iterator[Running]:
             while not _is_ready(url):
                 if process.poll() is not None or time.monotonic() > until:
                     log.seek(0)
-                    sys.exit(f"{' '.join(command)} did not start:\n{log.read().decode()[-2000:]}")
+                    raise peers.ProgramFailed(
+                        f"{' '.join(command)} did not start:\n{log.read().decode()[-2000:]}"
+                    )
                 time.sleep(0.1)
             yield Running(url, process.pid)
         finally:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +32,6 @@ import peers
 from planted import firing_probabilities
 from synthetic import random_matrix
 
-from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
 
 # hotset._core is imported late, because a process may use another build of it.
@@ -103,37 +102,12 @@ class Operator:
 
     def seconds(self) -> float:
         """Return the mean seconds of a step over all masks."""
-        none, zero, page = np.zeros(0, np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32)
-        self._plan.run(zero, zero, zero, page, none)
+        none, zero, table = np.zeros(0, np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32)
+        self._plan.run(zero, zero, zero, table, none)
         start = time.perf_counter()
         for i in range(self._n):
-            self._plan.run(np.array([i], np.int32), zero, zero, page, none)
+            self._plan.run(np.array([i], np.int32), zero, zero, table, none)
         return (time.perf_counter() - start) / self._n
-
-
-# -- the gathering rate of a model's file, for compare_sparse.py --------------------------------
-
-
-def gathering_rate(path: Path, n_threads: int, density: float = 0.1) -> Callable[[], float]:
-    """Return a function that gathers random FFN rows of a PowerInfer file, and returns bytes per second."""
-    file = open_gguf(path)  # stays open as long as the function
-    layers, row_bytes = [], 0
-    for name, info in file.tensors.items():
-        if not name.endswith(".ffn_down_t.weight"):
-            continue
-        block = name.removesuffix("ffn_down_t.weight")
-        gate = f"{block}ffn_gate.weight"
-        gate_data = file.data(gate) if gate in file.tensors else None
-        layers.append(Layer(info.type, gate_data, file.data(f"{block}ffn_up.weight"), file.data(name)))
-        d, ff = info.shape
-        row_bytes += info.nbytes // ff * (3 if gate_data is not None else 2)
-    if not layers:
-        sys.exit(f"{path} has no ffn_down_t, so it is not a PowerInfer file.")
-    wanted = masks(ff, density, "uniform", np.random.default_rng(0))
-    operator = Operator(layers, d, ff, np.where(wanted, 1.0, -1.0), n_threads)
-    n_bytes = wanted.sum(axis=1).mean() * row_bytes
-    keep = file
-    return lambda: float(n_bytes / operator.seconds()) if keep is not None else 0.0
 
 
 # -- measuring in separate processes -------------------------------------------------------------

@@ -340,16 +340,18 @@ def write_model(
     vocabulary: Path | None = None,
     n_ctx: int = 8192,
     seed: int = 0,
+    type_of: Callable[[str], GGMLType] | None = None,
 ) -> None:
     """Write a dense model, or an MoE model like Mixtral; memory: one matrix at a time.
 
     Every matrix has the given type (norms and routers are F32). vocabulary: a GGUF file whose tokenizer is
-    copied; otherwise n_vocab pieces are invented. n_ctx: the context in the file's keys, in tokens.
+    copied; otherwise n_vocab pieces are invented. n_ctx: the context in the file's keys, in tokens. type_of:
+    the type of each matrix by its name; None: `type`.
     """
     writer = GGUFWriter(path, "llama")
     n_vocab = add_llama(writer, shape, type, n_vocab, vocabulary, n_ctx)
     of_routers = lambda name: GGMLType.F32 if name.endswith("ffn_gate_inp") else type  # noqa: E731
-    _add_matrices(writer, dict(shape.matrices(n_vocab)), of_routers, seed)
+    _add_matrices(writer, dict(shape.matrices(n_vocab)), type_of or of_routers, seed)
 
 
 def write_gemma3n(

@@ -243,7 +243,7 @@ class Plan {
     // `run`. n_threads: threads of the pool to use; 0: all.
     bool run_rows(int first_op, int last_op, int n_tokens, const uint8_t* thresholded = nullptr,
                   int n_threads = 0);
-    // End the current step, from a phase that one thread computes alone: `run` throws `failure`.
+    // End the current step, from a phase of a single thread: `run` throws `failure`.
     void fail(std::exception_ptr failure) const {
         failure_ = std::move(failure);
         cancel_.store(true);

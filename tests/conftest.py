@@ -145,6 +145,13 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a new folder of hotset, with its models and caches."""
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
     """Start each test with the same state of the generators, and restore torch's number of threads."""

@@ -296,17 +296,6 @@ def test_requested_number_of_layers_is_placed(model: Path, expected: np.ndarray)
         assert loaded.placement is None
 
 
-def test_a_dense_model_goes_by_layers(tmp_path: Path) -> None:
-    path = write_llama(tmp_path / "dense.gguf", keys=vocabulary(), n_vocab=101)
-    with hotset.load(path, device="cpu", **SMALL) as alone:
-        expected = alone.logits([1, 2, 3]).copy()
-    with hotset.load(path, device="simulated", vram_budget=1.0, n_gpu_layers=1, **SMALL) as loaded:
-        assert loaded.placement is not None
-        assert loaded.placement.n_cpu_layers == len(loaded.placement.layers) - 1
-        assert loaded.placement.hot_share is None
-        assert close(loaded.logits([1, 2, 3]), expected)
-
-
 def test_neurons_are_split_only_if_useful(model: Path) -> None:
     gib = budget(model, 0.5)
     settings: dict[str, Any]

@@ -12,7 +12,7 @@ from byte_models import PRINTABLE, write_model
 from tiny_adapters import random_pairs, write_adapter, write_merged
 
 import hotset
-from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, AdapterScales
+from hotset.backends.base import BLOCK_SIZE, NO_ADAPTERS, AdapterScales
 from hotset.engine.driver import EngineThread
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import HotsetError, InvalidRequestError, ModelNotFoundError, OutOfMemoryError
@@ -22,7 +22,7 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.settings import LoadSettings
 
-PROMPT = "x" * (2 * PAGE_SIZE) + "why?"
+PROMPT = "x" * (2 * BLOCK_SIZE) + "why?"
 SAMPLING: dict[str, Any] = {"seed": 1, "max_tokens": 12, "logit_bias": PRINTABLE}
 
 
@@ -94,7 +94,7 @@ def test_answers_with_different_adapters_side_by_side(folder: Path) -> None:
         assert answers(model, choices) == alone
         reused = model.engine.counters().reused_tokens
         assert answers(model, dict(reversed(choices.items()))) == alone
-        assert model.engine.counters().reused_tokens == reused + 4 * 2 * PAGE_SIZE
+        assert model.engine.counters().reused_tokens == reused + 4 * 2 * BLOCK_SIZE
         # By default an answer uses the scales set for the adapters.
         model.adapters.set_scales({"one": 0.5})
         assert answers(model, {"half": None})["half"] == alone["half"]
@@ -193,7 +193,7 @@ def test_a_cache_on_disk_knows_adapters(folder: Path, tmp_path: Path) -> None:
         with hotset.load(folder / "tiny.gguf", **given) as model:
             choices = {"one": None, "none": NO_ADAPTERS, "half": model.adapters.resolve({"one": 0.5})}
             found.append({name: answers(model, {name: scales})[name] for name, scales in choices.items()})
-            assert model.engine.counters().restored_tokens == (len(found) - 1) * 3 * 2 * PAGE_SIZE
+            assert model.engine.counters().restored_tokens == (len(found) - 1) * 3 * 2 * BLOCK_SIZE
     assert found[0] == found[1]
     assert len({tuple(tokens) for tokens in found[0].values()}) == 3
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from backend_runs import cpu_backend
 from byte_models import write_model
-from drafters import steady
+from drafters import KINDS, PROMPTS, SMALL, SOURCE, answers, assert_drafts_change_nothing, essence, steady
 from tiny_adapters import random_pairs, write_adapter
 
 import hotset
-from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.base import BLOCK_SIZE, Batch
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.engine import mtp
 from hotset.engine.draft_model import draw
@@ -30,7 +30,6 @@ from hotset.engine.sequence import Sequence
 from hotset.engine.speculation import Draft
 from hotset.errors import InvalidRequestError, StepCancelledError, UnsupportedModelError
 from hotset.formats.gguf import open_gguf
-from hotset.generation import Completion
 from hotset.loader.build import open_model
 from hotset.loader.speculate import drafting_bytes, open_speculator
 from hotset.model.config import config_from_gguf
@@ -43,15 +42,7 @@ nextn_models = pytest.importorskip("nextn_models")
 
 __all__ = ["steady"]  # the fixture, for pytest
 
-N_CTX, N_PAGES = 256, 5
-SMALL: dict[str, Any] = {"device": "cpu", "n_ctx": N_CTX, "n_threads": 2, "n_seqs": 4}
-SOURCE = Path(hotset.__file__).with_name("units.py").read_text("utf-8")
-PROMPTS = [SOURCE[i : i + 40 + i // 2] for i in range(0, 240, 30)]  # several blocks each
-KINDS: list[dict[str, Any]] = [
-    {"temperature": 0, "logprobs": 2},
-    {"temperature": 0.7, "logprobs": 0},
-    {"temperature": 0.5, "repetition_penalty": 1.1, "penalty_last_n": -1},
-]
+N_CTX, N_BLOCKS = 256, 5
 SELDOM = ("qwen3next", "qwen35moe")  # similar to qwen35, or to it and glm4moe
 NAMES = [
     pytest.param(name, marks=pytest.mark.slow if name in SELDOM else ())
@@ -64,24 +55,12 @@ def path_of(run_folder: Path) -> Callable[[str], Path]:
     return partial(nextn_models.kept_agreeing, run_folder)
 
 
-def answers(model: hotset.Model, kind: dict[str, Any]) -> list[Completion]:
-    """Return the answer to one prompt, and then the answers to all prompts at once."""
-    alone = model.generate(PROMPTS[3], seed=1, max_tokens=24, **kind)
-    return [alone, *model.generate_many(PROMPTS, seed=5, max_tokens=24, **kind)]
-
-
-def essence(found: list[Completion]) -> list[Any]:
-    return [(one.text, one.tokens, one.logprobs, one.finish_reason) for one in found]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_change_nothing(path_of: Callable[[str], Path], name: str) -> None:
-    path = path_of(name)
-    with hotset.load(path, **SMALL) as plain, hotset.load(path, speculate="mtp", **SMALL) as drafting:
-        for kind in KINDS if name in ("glm4moe", "qwen35") else KINDS[:2]:
-            assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
-        counted = drafting.thread.counters()
-        assert counted.drafted_tokens > counted.accepted_tokens > 0.1 * counted.drafted_tokens
+    kinds = KINDS if name in ("glm4moe", "qwen35") else KINDS[:2]
+    drafting = assert_drafts_change_nothing(path_of(name), {"speculate": "mtp"}, kinds=kinds)
+    counted = drafting.thread.counters()
+    assert counted.drafted_tokens > counted.accepted_tokens > 0.1 * counted.drafted_tokens
 
 
 def test_drafts_change_no_answer_with_adapters(path_of: Callable[[str], Path], tmp_path: Path) -> None:
@@ -127,7 +106,7 @@ class Recorded:
 
     def check(self) -> None:
         """Compare them with the layer's logits over the whole text, read in one step in a new cache."""
-        model, options = self._model, {"n_pages": N_PAGES, "n_threads": 1}
+        model, options = self._model, {"n_blocks": N_BLOCKS, "n_threads": 1}
         layer = cpu_backend(model.weights, describe_nextn(model.config, model.weights.tensors), **options)
         whole = cpu_backend(model.weights, model.graph, **options)
         reads, hidden = self._drafter.reads, dict[tuple[int, ...], np.ndarray]()
@@ -142,9 +121,9 @@ class Recorded:
 
 
 def one_row(tokens: Many[int], start: int, tap: str) -> Batch:
-    n, pages = len(tokens), np.arange(N_PAGES, dtype=np.int32)[None]
+    n, blocks = len(tokens), np.arange(N_BLOCKS, dtype=np.int32)[None]
     positions, every = np.arange(start, start + n, dtype=np.int32), np.arange(n, dtype=np.int32)
-    return Batch(np.array(tokens, np.int32), positions, np.zeros(n, np.int32), pages, every, (tap,))
+    return Batch(np.array(tokens, np.int32), positions, np.zeros(n, np.int32), blocks, every, (tap,))
 
 
 def logits_of(layer: CpuBackend, tokens: tuple[int, ...], hidden: np.ndarray, n: int) -> np.ndarray:
@@ -183,7 +162,7 @@ def test_drafts_equal_the_layer_over_the_whole_text(
         recorded.check()
 
 
-def test_pages_of_tokens_that_were_not_drafted_are_whole(
+def test_blocks_of_tokens_that_were_not_drafted_are_whole(
     path_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check the layer's blocks of tokens without drafts: another sequence continues from them."""
@@ -202,7 +181,7 @@ def test_pages_of_tokens_that_were_not_drafted_are_whole(
             again = engine.enqueue(engine.prepare(first.tokens[:130], params))
             while engine.has_work:
                 engine.step()
-        assert again.n_reused == 2 * PAGE_SIZE
+        assert again.n_reused == 2 * BLOCK_SIZE
         recorded.check()
 
 
@@ -233,7 +212,7 @@ def lose(engine: Engine, die: random.Random, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(engine, "_append_token", interrupted)
 
 
-def test_pages_on_the_disk_have_the_layers_part(
+def test_blocks_on_the_disk_have_the_layers_part(
     path_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = SMALL | {"speculate": "mtp", "cache_dir": tmp_path / "cache"}
@@ -244,34 +223,16 @@ def test_pages_on_the_disk_have_the_layers_part(
     with hotset.load(path, **settings) as model:
         recorded = Recorded(model, monkeypatch)
         assert model.generate(SOURCE[:150], **kind).tokens == expected.tokens
-        assert model.thread.counters().restored_tokens >= PAGE_SIZE
+        assert model.thread.counters().restored_tokens >= BLOCK_SIZE
         recorded.check()
     with hotset.load(path, **settings | {"speculate": "off"}) as model:  # its blocks differ
         assert model.generate(SOURCE[:150], **kind).tokens == expected.tokens
         assert model.thread.counters().restored_tokens == 0
 
 
-def test_with_adapters(path_of: Callable[[str], Path], tmp_path: Path) -> None:
-    """Check thresholds, which change the layer's input but not the layer."""
-    path = path_of("glm4moe")
-    with open_gguf(path) as gguf:
-        graph = describe(config_from_gguf(gguf), gguf.tensors)
-        pairs = random_pairs(graph, gguf.tensors)
-        write_adapter(tmp_path / "one.gguf", pairs, architecture=gguf.architecture, alpha=0.1)
-    settings = SMALL | {"lora": tmp_path / "one.gguf"}
-    with hotset.load(path, **settings) as plain, hotset.load(path, speculate="mtp", **settings) as drafting:
-        for kind in KINDS[:2]:
-            assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
-        assert drafting.thread.counters().accepted_tokens > 0
-
-
 def test_under_a_budget_of_memory(path_of: Callable[[str], Path]) -> None:
-    path, settings = path_of("glm4moe"), SMALL | {"ram_budget": 3.0}
-    with hotset.load(path, **SMALL) as plain, hotset.load(path, speculate="mtp", **settings) as drafting:
-        assert drafting.stored is not None
-        for kind in KINDS[:2]:
-            assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
-        assert drafting.thread.counters().accepted_tokens > 0
+    path, drafts = path_of("glm4moe"), {"speculate": "mtp", "ram_budget": 3.0}
+    assert assert_drafts_change_nothing(path, drafts, kinds=KINDS[:2]).stored is not None
     with open_model(path, LoadSettings(n_ctx=N_CTX, speculate="mtp")) as opened:
         own = sum(info.nbytes for name, info in opened.gguf.tensors.items() if name.startswith("blk.2."))
         output = opened.gguf.tensors["output.weight"].nbytes

@@ -58,16 +58,6 @@ def test_the_default_keeps_the_meaning_of_the_file(published: Path, plain: Path,
         assert model.sparsity.mode == "exact"
 
 
-def test_exact_is_dense_to_the_bit_and_a_prediction_is_not(plain: Path):
-    pytest.importorskip("hotset._core", reason="the native module is not built")
-    logits = {}
-    for mode in ("dense", "exact", "predicted"):
-        with hotset.load(plain, sparsity=mode) as model:
-            logits[mode] = model.logits(TOKENS)
-    assert (logits["exact"] == logits["dense"]).all()
-    assert (logits["predicted"] != logits["dense"]).any()
-
-
 def test_every_predictor_can_be_requested(published: Path, backend: Any):
     for predictor in ("mlp", "mlp:q8_0", "svd:16"):
         with hotset.load(published, device=backend, predictor=predictor) as model:

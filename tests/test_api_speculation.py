@@ -7,14 +7,27 @@ from typing import Any
 
 import pytest
 from byte_models import vocabulary, write_model
-from drafters import Guesser, dense, experts, sparse, steady, write_thresholds
+from drafters import (
+    KINDS,
+    PROMPTS,
+    SMALL,
+    SOURCE,
+    Guesser,
+    answers,
+    assert_drafts_change_nothing,
+    dense,
+    essence,
+    experts,
+    sparse,
+    steady,
+    write_thresholds,
+)
 from tiny_gguf import write_llama
 
 import hotset
 from hotset.engine.draft_model import ModelDrafter
 from hotset.engine.speculation import Speculator
 from hotset.errors import FormatError, InvalidRequestError, OutOfMemoryError
-from hotset.generation import Completion
 from hotset.load_parameters import MOST_DRAFTED
 from hotset.loader.build import open_model
 from hotset.loader.decide import ram_limit
@@ -24,25 +37,6 @@ from hotset.settings import LoadSettings
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
 __all__ = ["steady"]  # the fixture, for pytest
-
-SMALL: dict[str, Any] = {"device": "cpu", "n_ctx": 256, "n_threads": 2, "n_seqs": 4}
-SOURCE = Path(hotset.__file__).with_name("units.py").read_text("utf-8")
-PROMPTS = [SOURCE[i : i + 40 + i // 2] for i in range(0, 240, 30)]  # several blocks each
-KINDS: list[dict[str, Any]] = [
-    {"temperature": 0, "logprobs": 2},
-    {"temperature": 0.7, "logprobs": 0},
-    {"temperature": 0.5, "repetition_penalty": 1.1, "penalty_last_n": -1, "stop": ("qq", "zz")},
-]
-
-
-def answers(model: hotset.Model, kind: dict[str, Any]) -> list[Completion]:
-    """Return the answers to some prompts one by one, and then to all prompts at once."""
-    found = [model.generate(text, seed=i, max_tokens=30, **kind) for i, text in enumerate(PROMPTS[:2])]
-    return found + model.generate_many(PROMPTS, seed=5, max_tokens=30, **kind)
-
-
-def essence(found: list[Completion]) -> list[Any]:
-    return [(one.text, one.tokens, one.logprobs, one.finish_reason) for one in found]
 
 
 @pytest.mark.parametrize("make", [dense, sparse, experts])
@@ -64,20 +58,13 @@ def test_ngram_drafts_change_nothing(tmp_path: Path, make: Any, settings: dict[s
 @pytest.mark.parametrize("n_layer", [1, 2])
 def test_a_draft_model_changes_nothing(tmp_path: Path, n_layer: int) -> None:
     """Draft with the model itself, whose tokens are right even when drawn, and with a model seldom right."""
-    path = write_model(tmp_path / "model.gguf")
     draft = write_model(tmp_path / "draft.gguf", n_layer=n_layer)
-    with hotset.load(path, **SMALL) as plain, hotset.load(path, draft=draft, **SMALL) as drafting:
-        for kind in KINDS:
-            assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
-        counted = drafting.thread.counters()
-        assert counted.drafted_tokens > 0
-        if n_layer == 2:
-            assert counted.accepted_tokens > 0.95 * counted.drafted_tokens
-        speculator = drafting.engine.speculator
-        assert speculator is not None
-        assert isinstance(speculator.drafter, ModelDrafter)
-        assert speculator.drafter.n_pages_free == speculator.drafter.n_pages
-    drafting.close()
+    model = assert_drafts_change_nothing(write_model(tmp_path / "model.gguf"), {"draft": draft})
+    counted, speculator = model.thread.counters(), model.engine.speculator
+    assert n_layer == 1 or counted.accepted_tokens > 0.95 * counted.drafted_tokens
+    assert speculator is not None
+    assert isinstance(speculator.drafter, ModelDrafter)
+    assert speculator.drafter.n_blocks_free == speculator.drafter.n_blocks
 
 
 def test_a_draft_model_need_not_fit_the_type_of_the_cache(tmp_path: Path) -> None:
@@ -100,16 +87,9 @@ def test_a_model_that_drafts_for_itself_changes_nothing(tmp_path: Path, make: An
     mode = "exact" if make is sparse else "dense"
     if make is dense:
         write_thresholds(path)
-    with (
-        hotset.load(path, sparsity=mode, **SMALL) as plain,
-        hotset.load(path, speculate="self", **SMALL) as drafting,
-    ):
-        assert drafting.sparsity.mode == mode
-        for kind in KINDS:
-            assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
-        counted = drafting.thread.counters()
-        assert counted.drafted_tokens > counted.accepted_tokens > 0
-        assert any(note.startswith("drafts: ") for note in drafting.notes)
+    drafting = assert_drafts_change_nothing(path, {"speculate": "self"}, {"sparsity": mode})
+    assert drafting.sparsity.mode == mode
+    assert any(note.startswith("drafts: ") for note in drafting.notes)
 
 
 def test_drafts_have_the_type_of_the_models_cache(tmp_path: Path) -> None:
@@ -117,20 +97,13 @@ def test_drafts_have_the_type_of_the_models_cache(tmp_path: Path) -> None:
     n_vocab = len(keys["tokenizer.ggml.tokens"])
     path = write_llama(tmp_path / "m.gguf", head_dim=32, keys=keys, n_vocab=n_vocab)
     write_thresholds(path)
-    settings = {**SMALL, "kv_type": "q8_0"}
-    with hotset.load(path, **settings) as plain, hotset.load(path, speculate="self", **settings) as drafting:
-        assert essence(answers(drafting, KINDS[0])) == essence(answers(plain, KINDS[0]))
-        assert drafting.thread.counters().accepted_tokens > 0
+    assert_drafts_change_nothing(path, {"speculate": "self"}, kinds=KINDS[:1], kv_type="q8_0")
 
 
 def test_a_model_drafts_for_itself_in_the_mode_that_is_named(tmp_path: Path) -> None:
     """Check that only drafts use the predictor: the text is exact."""
-    path = sparse(tmp_path)
-    settings = {**SMALL, "speculate": "self", "predictor": "svd:16:f16"}
-    with hotset.load(path, sparsity="exact", **SMALL) as plain, hotset.load(path, **settings) as drafting:
-        for kind in KINDS[:2]:
-            assert essence(answers(drafting, kind)) == essence(answers(plain, kind))
-        assert drafting.thread.counters().accepted_tokens > 0
+    drafts = {"speculate": "self", "predictor": "svd:16:f16"}
+    assert_drafts_change_nothing(sparse(tmp_path), drafts, {"sparsity": "exact"}, kinds=KINDS[:2])
 
 
 def test_a_model_that_cannot_draft_for_itself_says_so(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_accuracy_equals_independent_sums(model: hotset.Model) -> None:
     assert last.accuracy_error == pytest.approx(np.std(right, ddof=1) / math.sqrt(20))
     assert last.accuracy_norm_error == pytest.approx(np.std(right_norm, ddof=1) / math.sqrt(20))
     pool = model.engine.scheduler.pool
-    assert pool.n_available == pool.n_pages  # nothing is left behind
+    assert pool.n_available == pool.n_blocks  # nothing is left behind
 
 
 def test_the_sums_themselves(model: hotset.Model) -> None:

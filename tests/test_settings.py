@@ -19,15 +19,12 @@ from hotset.cli import options
 from hotset.loader.build import build, open_model, plan_model
 from hotset.reporter import Reporter
 
+pytestmark = pytest.mark.usefixtures("home")
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
 
 
 def test_values_become_plain() -> None:
@@ -130,11 +127,11 @@ def test_open_decide_build(tmp_path: Path) -> None:
     with open_model(file, LoadSettings(device="reference")) as opened:
         assert opened.devices == ()
         decided = plan_model(opened.with_settings(n_ctx=70, n_seqs=2))
-        assert (decided.n_ctx, decided.n_pages) == (70, 4)
+        assert (decided.n_ctx, decided.n_blocks) == (70, 4)
         assert (decided.choice.mode, decided.placement) == ("exact", None)
         same, backend = build(decided)
         assert same is decided
-        assert (backend.name, backend.n_pages, backend.max_batch) == ("reference", 4, 512)
+        assert (backend.name, backend.n_blocks, backend.max_batch) == ("reference", 4, 512)
         backend.close()
         decided.weights.close()
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compare_sparse import EVAL
-from ledger import PATIENCE, Ledger, run_within
-from peers import print_table
+from ledger import Ledger
+from ledger import run_program as _run
+from peers import EVAL, print_table
 from ruler import facts, median_of
 from synthetic import SHAPES, Kind, Shape, write_sparse_model
 
@@ -36,7 +35,6 @@ WORKER = Path(__file__).with_name("decode.py")
 FALCON40 = Shape(8192, 32768, 60, 128, 8)
 WHOLE = 1.0  # no budget, because a whole model needs more than its weights on the device
 SHARES = (0.25, 0.5, WHOLE)  # of the model, in GPU memory
-PROGRAM_SECONDS = 150.0 * PATIENCE  # limit for one program to load and answer
 TARGETS = {"PowerInfer": 2.0, "llama.cpp": 3.0}  # if half of the model or less fits
 
 
@@ -226,19 +224,6 @@ def _powerinfer(
     if found is None:
         return {"error": "it printed no time"}
     return {"tokens_per_second": int(found[2]) / float(found[1]) * 1e3}
-
-
-def _run(ledger: Ledger, argv: list[str], **options: Any) -> subprocess.CompletedProcess[str] | str:
-    """Run a command; return it if it succeeded, or else its last output."""
-    limit = ledger.timeout(PROGRAM_SECONDS)
-    try:
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        done = run_within(argv, limit, text=True, errors="replace", **pipes, **options)
-    except subprocess.TimeoutExpired:
-        return f"nothing after {limit:.0f} s"
-    if done.returncode == 0:
-        return done
-    return (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
 
 
 # ---- tables ----

@@ -106,11 +106,11 @@ def steps() -> Iterator[tuple[str, Callable[[], Any]]]:
     both = weights(GGMLType.Q4_0, 2 * FF, D)
     yield "gate and up, Q4_0", lambda: kernels.gated(new(1, D), both, activation="silu")
     h, heads = Weighed(new(1, D), new(1, D // 4), 1e-5), weights(GGMLType.Q4_0, 3 * D, D)
-    pages, table, at = (
+    blocks, table, at = (
         new(64, 32, 64, 128, dtype=torch.float16),
         *(new(1, n, dtype=torch.int32) for n in (64, 1)),
     )
-    where = new(2, 1, 64), pages, pages, table, at, at
+    where = new(2, 1, 64), blocks, blocks, table, at, at
     yield "the same after a norm, Q4_0", lambda: kernels.gated(h, both, activation="silu")
     yield (
         "matvec before a norm, Q4_0",

@@ -20,7 +20,7 @@ from peers import print_table, verdict
 from synthetic import random_matrix
 from torch import Tensor
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.triton import fallback
 from hotset.backends.triton.kernels import Kernels
 from hotset.backends.triton.matrix import DeviceMatrix
@@ -206,13 +206,13 @@ def _ffn(kernels: Kernels, type: GGMLType, s: Sizes, active: float) -> Unit:
 
 def _attention(kernels: Kernels, s: Sizes, depth: int) -> Unit:
     device, dim = kernels.device, s.d // s.n_head
-    n_pages = -(-depth // PAGE_SIZE)
+    n_blocks = -(-depth // BLOCK_SIZE)
 
     def make() -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-        shape = (n_pages, s.n_head_kv, PAGE_SIZE, dim)
+        shape = (n_blocks, s.n_head_kv, BLOCK_SIZE, dim)
         k, v = (torch.randn(shape, device=device).half() for _ in range(2))
         q = torch.randn(1, s.d, device=device)
-        table = torch.randperm(n_pages, device=device).int()[None]
+        table = torch.randperm(n_blocks, device=device).int()[None]
         at = torch.tensor([depth - 1], dtype=torch.int32, device=device)
         sequence = torch.zeros(1, dtype=torch.int32, device=device)
 

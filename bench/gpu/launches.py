@@ -42,7 +42,7 @@ from hotset.model.predictor import Predictor
 from hotset.model.thresholds import LayerThresholds
 from hotset.placement.budget import FFNMode, LayerFacts, model_facts
 
-D, FF, N_HEAD, RANK, N_VOCAB, N_PAGES = 4096, 11008, 32, 1024, 32000, 64  # 7B: Llama 2
+D, FF, N_HEAD, RANK, N_VOCAB, N_BLOCKS = 4096, 11008, 32, 1024, 32000, 64  # 7B: Llama 2
 N_LAYER = 2  # the first includes launches for all layers
 ACTIVE, HOT = 0.1, 0.5  # shares of neurons: those that fire, those on the device if a layer is split
 KEPT = 0.5  # of the inputs of every matrix, if small ones are zeroed
@@ -98,7 +98,7 @@ def _row(
     is_sparse = thresholded or mode != "dense"
     launches = _launches(source, graph, sparse=is_sparse, kind=kind, has_experts=has_experts)
     (first, *_, last), once = [launches.get(i, 0) for i in range(N_LAYER)], launches.get(-1, 0)
-    facts = model_facts(graph, source.tensors, mode=mode, kv_type="f16", n_pages=N_PAGES, max_batch=512)
+    facts = model_facts(graph, source.tensors, mode=mode, kv_type="f16", n_blocks=N_BLOCKS, max_batch=512)
     sent = 0 if kind is None else 4 * D * 2 + FF // 8
     read = _read(facts.layers[-1], 1.0 if kind is None else HOT)
     if thresholded:
@@ -138,7 +138,7 @@ def _launches(
         patches.enter_context(patch("hotset.backends.triton.stage.find_device", lambda name: META))
         patches.enter_context(patch.object(DeviceMatrix, "from_bytes", without_memory))
         stage = GpuStage(
-            source, graph, "meta", BackendOptions(n_pages=N_PAGES, max_batch=1, sparse=sparse),
+            source, graph, "meta", BackendOptions(n_blocks=N_BLOCKS, max_batch=1, sparse=sparse),
             share=CpuShare(hot or {}),
             worker=None if kind is None else Cold(kind, log, has_experts=has_experts),
             gpu=GpuOptions(

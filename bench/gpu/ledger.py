@@ -18,6 +18,7 @@ from typing import Any
 PATIENCE = float(os.environ.get("HOTSET_BENCH_PATIENCE", "1"))  # a factor of every limit
 # Seconds: a lender of devices may end a command after ten minutes, and keep none of its results.
 LIMIT = 530.0 * PATIENCE
+PROGRAM_SECONDS = 150.0 * PATIENCE  # limit for one program to load and answer
 
 
 class Ledger:
@@ -63,6 +64,26 @@ class Ledger:
         if not self.left:
             return f"Complete; raw results in {self.folder}."
         return f"{len(self.left)} units left ({self.left[0]} is next): run the same command again to go on."
+
+
+def run_program(
+    ledger: Ledger,
+    argv: Sequence[str],
+    *,
+    most: float = PROGRAM_SECONDS,
+    codes: Sequence[int] = (0,),
+    **options: Any,
+) -> subprocess.CompletedProcess[str] | str:
+    """Run a command within `most` seconds. Return it if it ends with one of `codes`, or its last line."""
+    limit = ledger.timeout(most)
+    try:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        done = run_within(argv, limit, text=True, errors="replace", **pipes, **options)
+    except subprocess.TimeoutExpired:
+        return f"nothing after {limit:.0f} s"
+    if done.returncode in codes:
+        return done
+    return (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
 
 
 def run_within(command: Sequence[str], seconds: float, **options: Any) -> subprocess.CompletedProcess[Any]:

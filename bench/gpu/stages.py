@@ -1,13 +1,13 @@
 """Tests and measurements on a machine with a GPU, in stages that can be stopped and resumed.
 
-usage: python bench/gpu/stages.py first   --out RESULTS --models FOLDER [--llama BUILD/bin] [--real FILE ...]
+usage: python bench/gpu/stages.py vulkan --out RESULTS --models FOLDER [--llama-source llama.cpp] [--part ...]
        python bench/gpu/stages.py check  [--device cuda:0] [--part kernels|models|memcheck|racecheck ...]
        python bench/gpu/stages.py kernels --out RESULTS
        python bench/gpu/stages.py hybrid  --out RESULTS --models FOLDER [--model 7b-q4_0 ...]
                                           [--llama BUILD/bin] [--powerinfer BUILD/bin/main]
        python bench/gpu/stages.py steps | budgets | speed | build   (options as of hybrid)
 
-first    all others in turn, the most important first; a failing stage does not stop the others
+vulkan   the Vulkan backend: bits, costs of launches, speed by operation, llama.cpp on the same files
 check    kernels on the device compared with the fallback and the CPU, then under the memory and race checkers
 steps    every host-device synchronisation, captured and uncaptured steps, a long prompt; each
 in its own process
@@ -56,14 +56,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "stage", choices=["first", "check", "steps", "kernels", "budgets", "build", "speed", "hybrid"]
+        "stage", choices=["vulkan", "check", "steps", "kernels", "budgets", "build", "speed", "hybrid"]
     )
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--vulkan", default="vulkan", help="the device of stage vulkan")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of raw results")
+    parser.add_argument("--seconds", type=float, help="start no unit after this time (480)")
+    parts = [*PARTS, "parity", "costs", "speed", "peers", "tests"]
     parser.add_argument(
-        "--seconds", type=float, help="start no unit after this time (480); of first: limit for all (1800)"
+        "--part", action="append", choices=parts, help="of check or vulkan; repeatable; all of the stage"
     )
-    parser.add_argument("--part", action="append", choices=list(PARTS), help="of check; repeatable; all")
     # One core is left for the thread that waits for the device.
     parser.add_argument(
         "--threads", type=int, default=max(usable_cores() - 1, 1), help="of the CPU, for all programs"
@@ -80,11 +82,6 @@ def main() -> None:
         "--real", type=Path, action="append", default=[], help="a model for speed; repeatable"
     )
     args = parser.parse_args()
-    if args.stage == "first":
-        import first
-
-        left = first.run(args.out, _handed_on(args), args.seconds or 1800, small=args.small)
-        sys.exit(1 if left else 0)
     seconds = args.seconds or 480.0
     if args.stage == "check":
         end = min(args.seconds or LIMIT, LIMIT)
@@ -95,6 +92,12 @@ def main() -> None:
         sources = {"llama.cpp": args.llama_source, "PowerInfer": args.powerinfer_source}
         given = {name: source for name, source in sources.items() if source is not None}
         build.run(Ledger(args.out / "build", seconds, again=args.again), given)
+        return
+    if args.stage == "vulkan":
+        import vulkan
+
+        how = vulkan.Setup(args.vulkan, args.device, args.models, args.llama_source, args.small)
+        vulkan.run(Ledger(args.out / "vulkan", seconds, again=args.again), how, args.part or vulkan.PARTS)
         return
     from hotset.backends.triton.devices import find_device
     from hotset.errors import HotsetError
@@ -115,10 +118,10 @@ def main() -> None:
     import build
 
     if args.llama is None and args.llama_source is not None:
-        built = build.bin_folder(args.llama_source)
-        args.llama = built if (built / "llama-bench").exists() else None
+        built = build.program_of(args.llama_source, "llama.cpp CUDA")
+        args.llama = built.parent if built.exists() else None
     if args.powerinfer is None and args.powerinfer_source is not None:
-        built = build.bin_folder(args.powerinfer_source) / "main"
+        built = build.program_of(args.powerinfer_source, "PowerInfer")
         args.powerinfer = built if built.exists() else None
     if args.stage == "steps" and args.model is None:
         args.model = ["small"]
@@ -132,15 +135,6 @@ def main() -> None:
             steps.speed(ledger, setup, args.real)
         case _:
             hybrid.run(ledger, setup)
-
-
-def _handed_on(args: argparse.Namespace) -> list[str]:
-    """Return the arguments of `first` for its stages."""
-    options = ["--device", args.device, "--models", str(args.models), "--threads", str(args.threads)]
-    for name in ("llama", "powerinfer", "llama_source", "powerinfer_source"):
-        if (value := getattr(args, name)) is not None:
-            options += [f"--{name.replace('_', '-')}", str(value)]
-    return options + [part for path in args.real for part in ("--real", str(path))]
 
 
 def check(device: str, parts: list[str], seconds: float, *, small: bool = False) -> int:

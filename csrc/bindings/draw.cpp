@@ -12,7 +12,7 @@ using Tokens = std::vector<int64_t>;
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // The input of one draw: the sampler, logits, maxima of groups, candidates, allowed tokens as bits and as
-// ids, u, whether XTC applies (LogitRow), and DrawJob::n_top.
+// ids, u (a random number in [0, 1)), whether XTC applies (LogitRow), and DrawJob::n_top.
 using PythonJob = std::tuple<Draw*, Floats, std::optional<Floats>, std::optional<Ints>, std::optional<Bytes>,
                              std::optional<Ids>, double, bool, std::optional<int64_t>>;
 using PythonLogprobs = std::pair<double, Tokens>;

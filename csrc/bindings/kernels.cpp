@@ -84,6 +84,22 @@ double measured_read_bandwidth(const Bytes& data, int n_threads) {
     return read_bandwidth(kernels, data.data(), data.size(), n_threads);
 }
 
+using Offsets = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+double measured_gather_bandwidth(const Bytes& data, const Offsets& pieces, int64_t piece_bytes,
+                                 int n_threads) {
+    check_threads(n_threads);
+    require(piece_bytes > 0 && piece_bytes % 256 == 0, "piece_bytes must be a positive multiple of 256");
+    for (size_t i = 0; i < pieces.size(); i++)
+        require(pieces.data()[i] >= 0 && pieces.data()[i] % 64 == 0 &&
+                    pieces.data()[i] + piece_bytes <= int64_t(data.size()),
+                "pieces must be in the data, at multiples of 64 bytes");
+    const Kernels& kernels = chosen_kernels(std::nullopt);
+    nb::gil_scoped_release release;
+    return gather_bandwidth(kernels, data.data(), pieces.data(), pieces.size(), size_t(piece_bytes),
+                            n_threads);
+}
+
 std::vector<std::string> available_isas() {
     std::vector<std::string> names;
     for (int i = 0; const char* name = isa_name(i); i++) {
@@ -102,6 +118,9 @@ void bind_kernels(nb::module_& m) {
     m.def("available_isas", &available_isas, "Return the instruction sets of this processor, best first.");
     m.def("read_bandwidth", &measured_read_bandwidth, "data"_a, "n_threads"_a,
           "Return the bytes per second of reading `data`; a small array is read several times.");
+    m.def("gather_bandwidth", &measured_gather_bandwidth, "data"_a, "pieces"_a, "piece_bytes"_a,
+          "n_threads"_a,
+          "Return the bytes per second of reading pieces of `data` at the offsets `pieces`, int64 [n].");
     m.def("linear", &linear, "type"_a, "data"_a, "rows"_a, "x"_a, "isa"_a.none() = nb::none(),
           "Multiply x [n, k] by a matrix of `rows` rows of k weights of a GGML type, with a plan's kernel.");
     m.def("dequantize", &dequantize, "type"_a, "data"_a, "rows"_a, "cols"_a,

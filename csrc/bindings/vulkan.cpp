@@ -220,6 +220,15 @@ void dispatch_indirect(Program& program, const std::shared_ptr<Kernel>& kernel,
     program.dispatch_indirect(kernel, bindings_of(bound), bytes_of(push), counts, offset);
 }
 
+// Return uint64 [dispatches, 2].
+nb::ndarray<nb::numpy, uint64_t, nb::ndim<2>> times(const Program& program) {
+    const std::vector<std::array<uint64_t, 2>> found = program.times();
+    uint64_t* data;
+    auto result = new_array<uint64_t>(data, found.size(), 2);
+    for (size_t i = 0; i < found.size(); i++) std::copy_n(found[i].data(), 2, data + 2 * i);
+    return result;
+}
+
 // Cancels runs from any thread.
 struct Cancel {
     std::atomic<bool> requested{false};
@@ -263,6 +272,11 @@ void bind_vulkan(nb::module_& m) {
                              device.info().max_allocation & ~uint64_t(255);  // Arena's alignment
                          return std::min<uint64_t>(device.info().limits.maxStorageBufferRange, most);
                      })
+        .def_prop_ro("tick_nanoseconds",
+                     [](const Device& device) {
+                         const vulkan::DeviceInfo& info = device.info();
+                         return info.timestamp_bits ? info.limits.timestampPeriod : 0.f;
+                     })
         .def_prop_ro("max_allocation", [](const Device& device) { return device.info().max_allocation; })
         .def("limit", &Device::limit, "bytes"_a)
         .def("allocate", &allocate, "size"_a, "place"_a)
@@ -282,13 +296,15 @@ void bind_vulkan(nb::module_& m) {
             "requested", [](const Cancel& cancel) { return cancel.requested.load(); },
             [](Cancel& cancel, bool requested) { cancel.requested = requested; });
     nb::class_<Program>(m, "VulkanProgram", "Dispatches that are recorded once (csrc/vulkan/program.h).")
-        .def(nb::init<std::shared_ptr<Device>>(), "device"_a)
+        .def(nb::init<std::shared_ptr<Device>, bool>(), "device"_a, "timed"_a = false)
         .def("dispatch", &dispatch, "kernel"_a, "bindings"_a, "push"_a, "groups"_a)
         .def("dispatch_indirect", &dispatch_indirect, "kernel"_a, "bindings"_a, "push"_a, "counts"_a,
              "offset"_a)
         .def("cut", &Program::cut)
         .def("cut_for_host", &Program::cut_for_host, "layer"_a)
-        .def("finish", &Program::finish);
+        .def("finish", &Program::finish)
+        .def("times", &times)
+        .def_prop_ro("n_groups", &Program::n_groups);
     nb::class_<Exchange>(m, "VulkanExchange",
                          "The memory that a device and a CPU worker exchange (csrc/vulkan/exchange.h).")
         .def(nb::init<CpuWorkerPlan&, std::shared_ptr<Buffer>, std::shared_ptr<Buffer>, uint64_t>(),

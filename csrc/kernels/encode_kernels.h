@@ -125,7 +125,7 @@ struct Line {
     }
 };
 
-// Reduce the weighted error of the block at p, which was rounded to nearest. Tries units near its d, moves
+// Reduce the weighted error of the block at p, which was rounded to nearest. Tries scales near its d, moves
 // each to least squares, and keeps the stored header with the least error. kFirst, kLast: the range of the
 // codes.
 template <int kFirst, int kLast, bool kMinimum>

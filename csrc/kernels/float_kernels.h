@@ -342,18 +342,18 @@ inline void float_tile(const Matrix& w, int64_t row, const Inputs& x, int token,
         for (int r = 0; r < R; r++) out[t * ld + r] = sum(acc[r][t]);
 }
 
-template <class W, int R>
+// Multiply R rows by tiles of T tokens, then the rest by a smaller tile.
+template <class W, int R, int T>
 inline void float_rows(const Matrix& w, int64_t row, const Inputs& x, int t0, int t1, float* out,
                        int64_t ld) {
-    for (; t0 + 3 <= t1; t0 += 3, out += 3 * ld) float_tile<W, R, 3>(w, row, x, t0, out, ld);
-    if (t1 - t0 == 2) float_tile<W, R, 2>(w, row, x, t0, out, ld);
-    if (t1 - t0 == 1) float_tile<W, R, 1>(w, row, x, t0, out, ld);
+    for (; t0 + T <= t1; t0 += T, out += T * ld) float_tile<W, R, T>(w, row, x, t0, out, ld);
+    if constexpr (T > 1) float_rows<W, R, T - 1>(w, row, x, t0, t1, out, ld);
 }
 
 // Multiplies four rows of float32 by T tokens. `acc` has the lanes of each row's sums.
 struct WholeTile {
     static constexpr int kTokens = 6;
-    static constexpr int kDecodeFrom = 8;  // tokens from which decoding the rows first is faster
+    static constexpr int kDecodeFrom = 32;  // tokens from which decoding the rows first is faster
 
     // Add `count` columns, a multiple of 16. x: of the first token; k: between tokens. first: acc is empty.
     template <int T>
@@ -390,8 +390,8 @@ void float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, 
                   int64_t ld, uint8_t* scratch) {
     if (t1 - t0 < Tile::kDecodeFrom) {
         int64_t r = row0;
-        for (; r + 4 <= row1; r += 4) float_rows<W, 4>(w, r, x, t0, t1, out + (r - row0), ld);
-        for (; r < row1; r++) float_rows<W, 1>(w, r, x, t0, t1, out + (r - row0), ld);
+        for (; r + 4 <= row1; r += 4) float_rows<W, 4, Tile::kTokens>(w, r, x, t0, t1, out + (r - row0), ld);
+        for (; r < row1; r++) float_rows<W, 1, Tile::kTokens>(w, r, x, t0, t1, out + (r - row0), ld);
         return;
     }
     constexpr int64_t kTokenBytes = 256 * 1024, kRowBytes = 24 * 1024, kSpan = 512;

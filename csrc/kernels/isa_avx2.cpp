@@ -1520,7 +1520,7 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
 // registers. Whole lanes would spill.
 struct HalvedTile {
     static constexpr int kTokens = 3;
-    static constexpr int kDecodeFrom = 8;
+    static constexpr int kDecodeFrom = 3;
 
     template <int T>
     static void add(const float* rows, int64_t stride, const float* x, int64_t k, int64_t count, bool first,

@@ -887,7 +887,7 @@ int main(int argc, char** argv) {
     if (n_tables > 1)
         for (int type = 0; type < kTypeCount; type++)
             if (scalar_kernels()->linear[type]) test_extremes(*scalar_kernels(), Type(type));
-    for (int i = n_tables > 1; i < n_tables; i++) {  // the reference with itself only if it is alone
+    for (int i = n_tables > 1; i < n_tables; i++) {  // the reference with itself only if it is the only one
         test_row_tiles(*tables[i]);
         test_newer_types(*tables[i]);
         test_all(*tables[i]);

@@ -330,6 +330,7 @@ DeviceInfo Instance::describe(int index, VkPhysicalDevice handle) const {
     fn_.vkGetPhysicalDeviceQueueFamilyProperties(handle, &n, families.data());
     const auto computes = [](const auto& family) { return family.queueFlags & VK_QUEUE_COMPUTE_BIT; };
     info.queue_family = uint32_t(std::find_if(families.begin(), families.end(), computes) - families.begin());
+    if (info.queue_family < n) info.timestamp_bits = families[info.queue_family].timestampValidBits;
     if (own.apiVersion < VK_API_VERSION_1_1)
         info.refusal = "its driver supports only Vulkan 1.0, but 1.1 is needed: update the driver";
     else if (info.queue_family == n)

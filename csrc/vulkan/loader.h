@@ -122,7 +122,12 @@ void check(VkResult result, const std::string& what);
     F(vkCmdDispatchIndirect)              \
     F(vkCmdPipelineBarrier)               \
     F(vkCmdCopyBuffer)                    \
-    F(vkCmdFillBuffer)
+    F(vkCmdFillBuffer)                    \
+    F(vkCreateQueryPool)                  \
+    F(vkDestroyQueryPool)                 \
+    F(vkGetQueryPoolResults)              \
+    F(vkCmdResetQueryPool)                \
+    F(vkCmdWriteTimestamp)
 
 #define HOTSET_VULKAN_MEMBER(name) Function<PFN_##name> name;  // NOLINT(bugprone-macro-parentheses): a member
 
@@ -148,6 +153,7 @@ struct DeviceInfo {
     VkPhysicalDeviceLimits limits{};
     uint64_t max_allocation = 0;
     uint32_t queue_family = 0;
+    uint32_t timestamp_bits = 0;    // valid bits of the queue's timestamps; 0: it has none
     bool is_subset = false;         // implements a subset of Vulkan, as MoltenVK does
     bool has_integer_dots = false;  // instructions for dot products of four bytes
     VkPhysicalDeviceMemoryProperties memories{};

@@ -8,6 +8,7 @@ namespace {
 
 constexpr uint32_t kSetsOfPool = 512, kBuffersOfPool = 4096;
 constexpr size_t kInFlight = 2;  // concurrent submissions
+constexpr uint32_t kTimestampsOfPool = 256;
 constexpr uint64_t kTick = 20'000'000;
 
 void require(bool holds, const char* sentence) {
@@ -16,7 +17,10 @@ void require(bool holds, const char* sentence) {
 
 }  // namespace
 
-Program::Program(std::shared_ptr<Device> device) : device_(std::move(device)) {
+Program::Program(std::shared_ptr<Device> device, bool timed) : device_(std::move(device)), timed_(timed) {
+    if (timed && !device_->info().timestamp_bits)
+        throw Error("the Vulkan device " + device_->info().name +
+                    " has no timestamps to time dispatches with");
     try {
         begin(-1);
     } catch (...) {
@@ -29,6 +33,7 @@ void Program::free() {
     const DeviceFunctions& fn = device_->functions();
     for (const Segment& segment : segments_)
         fn.vkFreeCommandBuffers(device_->handle(), device_->pool(), 1, &segment.commands);
+    for (const Timestamps& one : timestamps_) fn.vkDestroyQueryPool(device_->handle(), one.pool, nullptr);
     for (const VkDescriptorPool pool : pools_) fn.vkDestroyDescriptorPool(device_->handle(), pool, nullptr);
 }
 
@@ -54,6 +59,7 @@ void Program::barrier() {
                                               VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, 0, 1, &barrier, 0,
                                               nullptr, 0, nullptr);
     since_barrier_.clear();
+    n_groups_++;
 }
 
 VkDescriptorSet Program::new_set(VkDescriptorSetLayout layout) {
@@ -134,7 +140,9 @@ void Program::dispatch(const std::shared_ptr<Kernel>& kernel, const std::vector<
         require(groups[i] > 0 && groups[i] <= most[i],
                 "a dispatch has more workgroups than the device allows");
     prepare(kernel, bindings, push);
+    begin_timing();
     device_->functions().vkCmdDispatch(commands(), groups[0], groups[1], groups[2]);
+    end_timing();
 }
 
 void Program::dispatch_indirect(const std::shared_ptr<Kernel>& kernel, const std::vector<Binding>& bindings,
@@ -144,7 +152,53 @@ void Program::dispatch_indirect(const std::shared_ptr<Kernel>& kernel, const std
             "the group counts are outside the host's buffer");
     prepare(kernel, bindings, push);
     buffers_.push_back(counts);
+    begin_timing();
     device_->functions().vkCmdDispatchIndirect(commands(), counts->handle(), offset);
+    end_timing();
+}
+
+void Program::begin_timing() {
+    const bool is_open = !timestamps_.empty() && timestamps_.back().segment == segments_.size() &&
+                         timestamps_.back().n < kTimestampsOfPool;
+    if (!timed_ || is_open) return;
+    const DeviceFunctions& fn = device_->functions();
+    auto info = made<VkQueryPoolCreateInfo>(VK_STRUCTURE_TYPE_QUERY_POOL_CREATE_INFO);
+    info.queryType = VK_QUERY_TYPE_TIMESTAMP;
+    info.queryCount = kTimestampsOfPool;
+    VkQueryPool pool;
+    check(fn.vkCreateQueryPool(device_->handle(), &info, nullptr, &pool), "recording a step");
+    timestamps_.push_back({pool, segments_.size(), 0});
+    fn.vkCmdResetQueryPool(commands(), pool, 0, kTimestampsOfPool);
+    end_timing();
+}
+
+void Program::end_timing() {
+    if (!timed_) return;
+    Timestamps& last = timestamps_.back();
+    // The last stage: all earlier dispatches have ended.
+    device_->functions().vkCmdWriteTimestamp(commands(), VK_PIPELINE_STAGE_BOTTOM_OF_PIPE_BIT, last.pool,
+                                             last.n++);
+}
+
+std::vector<std::array<uint64_t, 2>> Program::times() const {
+    const uint32_t bits = device_->info().timestamp_bits;
+    const uint64_t valid = bits < 64 ? (uint64_t(1) << bits) - 1 : UINT64_MAX;
+    std::vector<std::array<uint64_t, 2>> times;
+    std::vector<uint64_t> ticks(kTimestampsOfPool);
+    for (const Timestamps& one : timestamps_) {
+        const VkResult result = device_->functions().vkGetQueryPoolResults(
+            device_->handle(), one.pool, 0, one.n, one.n * sizeof(uint64_t), ticks.data(), sizeof(uint64_t),
+            VK_QUERY_RESULT_64_BIT);
+        require(result != VK_NOT_READY, "the program has not run to its end");
+        check(result, "reading the times of a step");
+        uint64_t begun = ticks[0] & valid;
+        for (uint32_t i = 1; i < one.n; i++) {
+            const uint64_t ended = begun + ((ticks[i] - ticks[i - 1]) & valid);  // the clock may wrap around
+            times.push_back({begun, ended});
+            begun = ended;
+        }
+    }
+    return times;
 }
 
 void Program::cut() {

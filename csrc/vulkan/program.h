@@ -19,7 +19,9 @@ struct Binding {
 // ones. Dispatches without common data run concurrently.
 class Program {
   public:
-    explicit Program(std::shared_ptr<Device> device);
+    // timed: write a timestamp before and after each dispatch (see times). Throws Error if the device has no
+    // timestamps.
+    explicit Program(std::shared_ptr<Device> device, bool timed = false);
     ~Program() { free(); }
     Program(const Program&) = delete;
     Program& operator=(const Program&) = delete;
@@ -40,6 +42,11 @@ class Program {
     void cut_for_host(int layer);
     // End the recording.
     void finish();
+    // Return the ticks of the device's clock (limits.timestampPeriod) at which each dispatch of the latest
+    // complete run began and ended. A dispatch begins when all before it have ended. Empty unless timed.
+    std::vector<std::array<uint64_t, 2>> times() const;
+    // Return the number of groups of dispatches between two barriers. Those of a group run concurrently.
+    int n_groups() const { return n_groups_; }
 
   private:
     friend bool run(const std::vector<Program*>&, const std::function<bool()>&,
@@ -53,6 +60,13 @@ class Program {
         uint64_t begin, end;
         bool written;
     };
+    struct Timestamps {  // of dispatches of one segment: one before the first, then one after each
+        VkQueryPool pool;
+        size_t segment;
+        uint32_t n;
+    };
+    void begin_timing();
+    void end_timing();
     VkDescriptorSet new_set(VkDescriptorSetLayout layout);
     void prepare(const std::shared_ptr<Kernel>& kernel, const std::vector<Binding>& bindings,
                  std::span<const uint8_t> push);
@@ -69,7 +83,9 @@ class Program {
     std::vector<Range> since_barrier_;
     std::vector<std::shared_ptr<Kernel>> kernels_;  // kept alive for the recording, like the buffers
     std::vector<std::shared_ptr<Buffer>> buffers_;
-    bool finished_ = false;
+    bool finished_ = false, timed_ = false;
+    int n_groups_ = 0;
+    std::vector<Timestamps> timestamps_;
 };
 
 // Run programs of one device in order, and wait. is_cancelled: called between submissions; true ends the run

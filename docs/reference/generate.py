@@ -116,7 +116,11 @@ def cli_reference() -> str:
 
 
 def spellings() -> str:
-    rows = [("MODEL", MODEL, ""), ("MODEL, as `hf:NAME`", REPOSITORY, ""), ("the file of that", FILE, "")]
+    rows = [
+        ("MODEL", MODEL, ""),
+        ("MODEL, as `hf:NAME`", REPOSITORY, ""),
+        ("the file of that repository", FILE, ""),
+    ]
     rows += [(f"`{option}`", names, "") for option, names in MEANT.items()]
     rows += [
         (f"`{option} {value}`", (flag,), "")

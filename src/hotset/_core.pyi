@@ -21,6 +21,7 @@ def cache_slots(
     n_vocab: int | None,
 ) -> np.ndarray: ...
 def read_bandwidth(data: np.ndarray, n_threads: int) -> float: ...
+def gather_bandwidth(data: np.ndarray, pieces: np.ndarray, piece_bytes: int, n_threads: int) -> float: ...
 def linear(type: int, data: np.ndarray, rows: int, x: np.ndarray, isa: str | None = None) -> np.ndarray: ...
 def dequantize(type: int, data: np.ndarray, rows: int, cols: int) -> np.ndarray: ...
 def quantize(
@@ -297,6 +298,8 @@ class VulkanDevice:
     @property
     def has_integer_dots(self) -> bool: ...  # instructions for dot products of four bytes
     @property
+    def tick_nanoseconds(self) -> float: ...  # of its timestamps; 0: it has none
+    @property
     def max_range(self) -> int: ...  # bytes of a binding
     @property
     def max_allocation(self) -> int: ...  # bytes of a buffer
@@ -329,7 +332,7 @@ class VulkanCancel:
 class VulkanProgram:
     """Dispatches that are recorded once (csrc/vulkan/program.h). ValueError beyond the device's limits."""
 
-    def __init__(self, device: VulkanDevice) -> None: ...
+    def __init__(self, device: VulkanDevice, timed: bool = False) -> None: ...
     def dispatch(
         self,
         kernel: VulkanKernel,
@@ -348,6 +351,10 @@ class VulkanProgram:
     def cut(self) -> None: ...
     def cut_for_host(self, layer: int) -> None: ...  # later dispatches read the CPU's answer
     def finish(self) -> None: ...
+    # uint64 [dispatches, 2]: ticks of the device at the start and end of each, if timed
+    def times(self) -> np.ndarray: ...
+    @property
+    def n_groups(self) -> int: ...  # of dispatches between two barriers
 
 class VulkanExchange:
     """The memory that a device and a started CPU worker exchange (csrc/vulkan/exchange.h)."""

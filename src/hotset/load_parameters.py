@@ -20,7 +20,7 @@ KVType = Literal[
 SparsityMode = Literal["dense", "exact", "predicted", "threshold"]
 Speculate = Literal["off", "ngram", "draft", "self", "mtp"]
 Split = Literal["auto", "layers", "neurons"]
-MAX_SEQUENCES = 4096  # each has a row of the page table
+MAX_SEQUENCES = 4096  # each has a row of the block table
 MOST_DRAFTED = 16  # tokens of a draft
 
 _ENGINE, _GPU, _TEXT, _SERVER = "Engine", "GPU", "Input and output", "Server"
@@ -46,16 +46,16 @@ LOAD_PARAMETERS = table_of(
     _of("device", None, None, "Devices that compute.", "--device", _GPU,
         usual="a GPU if there is one", hidden=("-dev", "--backend")),
     _of("vram_budget", size, None, "Memory of each GPU to use, KV cache included.",
-        "--vram-budget", _GPU, low=-1, usual="all that is free"),
-    _of("n_gpu_layers", int, None, "How many layers, the last ones, are on the GPU.", "--n-gpu-layers -ngl",
-        _GPU, low=0, usual="auto", hidden=("--ngl", "--num-gpu", "--gpu-layers")),
+        "--vram-budget", _GPU, low=-1, usual="all free memory"),
+    _of("n_gpu_layers", int, None, "How many layers, counted from the last, are on the GPU.",
+        "--n-gpu-layers -ngl", _GPU, low=0, usual="auto", hidden=("--ngl", "--num-gpu", "--gpu-layers")),
     _of("gpu_index", Path, None, "File that names the neurons on the GPU.", "--gpu-index", _GPU),
     _of("split", str, "auto", "What devices and CPU share: layers, or also neurons and experts.",
         "--split", _GPU, choices=get_args(Split)),
     _of("cpu_experts", None, (), "Layers whose experts the CPU computes."),
     _of("reset_gpu_index", bool, False, "Plan the placement again, even if one is stored.",
         "--reset-gpu-index", _GPU),
-    _of("ram_budget", size, None, "Memory to use in all; other weights are read from disk as needed.",
+    _of("ram_budget", size, None, "Most memory to use; weights that do not fit are read from disk as needed.",
         "--ram-budget", usual="the free memory, if the file is larger"),
     _of("activation", str, None, "Override the FFN's activation, such as relu.", "--activation",
         usual="the file's"),
@@ -76,7 +76,7 @@ LOAD_PARAMETERS = table_of(
     _of("draft_max", int, 8, "Most tokens of a draft.", "--draft-max", _SPECULATION, low=1,
         high=MOST_DRAFTED),
     _of("lookup", Path, None, "Text in which n-grams are looked up too.", "--lookup", _SPECULATION),
-    _of("lora", None, None, "Adapter: a GGUF file or a folder of PEFT's; repeatable.", "--lora"),
+    _of("lora", None, None, "Adapter: a GGUF file or a PEFT folder; repeatable.", "--lora"),
     _of("chat_template", None, None, "Replaces the file's template: a name such as chatml, or Jinja.",
         "--chat-template", _TEXT, usual="the file's"),
     _of("cache_dir", Path, None, "Directory that keeps the prompt cache after the end of the program.",

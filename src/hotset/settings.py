@@ -53,7 +53,7 @@ class LoadSettings:
     it faster than the CPU. "reference" is plain NumPy, slow, that the others are checked against. None uses
     an NVIDIA or AMD GPU if there is one.
     vram_budget: memory of each device for weights, cache, workspace and context together: GiB, or a text such
-    as "20G" or "512M"; None or -1: all that is free.
+    as "20G" or "512M"; None or -1: all free memory.
     n_gpu_layers: the number of last layers on the device; None: the planner decides (placement/solver.py).
     gpu_index: a file in PowerInfer's format with the neurons on the device.
     split: "layers" keeps the neurons of a layer together, and on Vulkan its experts too; "neurons" puts all
@@ -265,7 +265,7 @@ class LoadSettings:
 
     @property
     def vram_gib(self) -> float | None:
-        """Return vram_budget as GiB; None and -1: all that is free."""
+        """Return vram_budget as GiB; None and -1: all free memory."""
         return None if self.vram_budget is None else float(self.vram_budget)
 
     @property

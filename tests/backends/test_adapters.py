@@ -51,7 +51,7 @@ def step_of(*parts: tuple[np.ndarray, int, list[int], AdapterScales], taps: tupl
 def check_every_value(backend: Any, weights: Any, parts: list[Any]) -> None:
     """Check each operation of a step against the oracle within its bound. Taps must change no logit."""
     adapters = backend.adapters
-    oracle = Oracle(weights, adapters.graph, n_pages=backend.n_pages, kv_type=backend.kv_type)
+    oracle = Oracle(weights, adapters.graph, n_blocks=backend.n_blocks, kv_type=backend.kv_type)
     oracle.adapters = adapters
     step = step_of(*parts, taps=tuple(value.name for value in oracle.graph.values if _is_made(oracle, value)))
     tapped = backend.step(step)
@@ -104,7 +104,7 @@ def test_exact_leaves_rows_out_with_adapters_too(tmp_path: Path) -> None:
         gguf = sparse_runs.write(tmp_path / kind, kind, T.F32, dialect="gguf")
         ready, graph = sparse_runs.prepared(gguf, "exact")
         native = sparse_runs.cpu(gguf, "exact", kv_type="f32")
-        reference = ReferenceBackend(ready.weights, graph, n_pages=8, kv_type="f32", sparse=True)
+        reference = ReferenceBackend(ready.weights, graph, n_blocks=8, kv_type="f32", sparse=True)
         adapter = adapter_of(native)
         for one in (native, reference):
             give(one, [adapter], scales_of(adapter))
@@ -225,7 +225,7 @@ def test_products_equal_the_merged_models(tmp_path: Path, made: Any) -> None:
     """Compare each product, with two adapters, with x times the merged matrix, within both roundings."""
     gguf = open_gguf(write_llama(tmp_path / "model.gguf", n_embd=96, n_ff=160))
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    backend = cpu(gguf, kv_type="f32") if made else ReferenceBackend(gguf, graph, n_pages=4)
+    backend = cpu(gguf, kv_type="f32") if made else ReferenceBackend(gguf, graph, n_blocks=4)
     adapters, scales = [adapter_of(backend, seed=seed) for seed in (0, 1)], (0.5, -1.25)
     give(backend, adapters, scales_of(*adapters, scales=scales))
     merged = open_gguf(

@@ -34,7 +34,7 @@ N = 20  # tokens of the first sequence; the second has its first 7 and no adapte
 def test_every_operation_is_right_and_neighbours_are_as_ever(run_folder: Path, name: str) -> None:
     with open_gguf(tiny_models.shared_gguf(name, run_folder)) as gguf:
         graph = describe(config_from_gguf(gguf).for_context(256), gguf.tensors)
-        given = {"n_pages": 8, "n_states": 8, "kv_type": "f32", "max_batch": 64}
+        given = {"n_blocks": 8, "n_states": 8, "kv_type": "f32", "max_batch": 64}
         backend = cpu_backend(gguf, graph, n_threads=2, sparse=True, **given)  # type: ignore[arg-type]
         adapter = random_adapter(graph, gguf.tensors, factor=0.1)
         give(backend, [adapter])

@@ -30,7 +30,7 @@ from transformers_oracle import (
 )
 
 import hotset
-from hotset.backends.base import PAGE_SIZE, Backend
+from hotset.backends.base import BLOCK_SIZE, Backend
 from hotset.convert.hf import convert_hf
 from hotset.errors import FormatError, UnsupportedModelError
 from hotset.formats.gguf import open_gguf
@@ -50,9 +50,6 @@ def backend(request: pytest.FixtureRequest, recipe: Any) -> Iterator[Backend]:
     backend.close()
 
 
-__all__ = ["recipe"]  # the fixture
-
-
 @pytest.mark.parametrize(
     "plan", [pytest.param(plan, marks=() if plan == "mixed" else pytest.mark.slow) for plan in PLANS]
 )
@@ -61,9 +58,6 @@ def test_logits_match_transformers(recipe: Any, backend: Backend, plan: str) -> 
     found = run(backend, sequences, PLANS[plan])
     for i in range(len(sequences)):
         assert relative_error(found[i], expected[i]) < TOLERANCE, f"sequence {i}"
-
-
-__all__ = ["recipe"]  # the fixture
 
 
 @pytest.mark.parametrize("name", ["gemma3-relu", "phi3-relu", "granite-relu"])
@@ -84,9 +78,6 @@ def test_neurons_that_are_zero_are_left_out(tmp_path: Path, name: str) -> None:
     assert relative_error(found["svd"], found["dense"]) < 0.5
 
 
-__all__ = ["recipe"]  # the fixture
-
-
 @pytest.mark.parametrize(
     "name",
     ["gemma2-caps", "gemma3n-widths", "gpt-oss", "deepseek2-lite", "refact-odd-heads", "nomic-bert"],
@@ -98,7 +89,7 @@ def test_a_q4_0_cache_of_every_kind_of_attention(name: str, run_folder: Path) ->
     with open_gguf(tiny_models.shared_gguf(name, run_folder, **heads)) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         ids, splits = tokens(80), [] if graph.is_encoder else [70, 71]
-        backend = cpu_backend(gguf, graph, n_pages=2, max_batch=80, n_threads=2, kv_type="q4_0")
+        backend = cpu_backend(gguf, graph, n_blocks=2, max_batch=80, n_threads=2, kv_type="q4_0")
         assert_every_operation_is_right(gguf, graph, backend, ids, splits, [1, 0])
         step = batch([(ids, 0, [0, 1])])
         plain = backend.step(step).logits.copy()
@@ -152,8 +143,8 @@ def test_layers_without_experts_between_others_are_refused(tmp_path: Path, name:
         tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)
 
 
-def test_prompts_cross_windows_contexts_and_pages() -> None:
-    assert LENGTHS[0] > 2 * PAGE_SIZE
+def test_prompts_cross_windows_contexts_and_blocks() -> None:
+    assert LENGTHS[0] > 2 * BLOCK_SIZE
     assert min(LENGTHS) > max(tiny_models.ROPE_ORIGINAL, 24)
 
 
@@ -162,5 +153,5 @@ def test_two_rotations_are_each_layers_own_where_they_are_seen(tmp_path: Path) -
     recipe = tiny_models.RECIPES["gemma3-pattern"]
     with open_gguf(tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
-        with closing(cpu_backend(gguf, graph, n_pages=1, max_batch=40, n_threads=1)) as backend:
+        with closing(cpu_backend(gguf, graph, n_blocks=1, max_batch=40, n_threads=1)) as backend:
             assert_every_operation_is_right(gguf, graph, backend, tokens(40), [], [0])

@@ -49,7 +49,7 @@ from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.thresholds import LayerThresholds
 from hotset.placement import channel_rates, ram
-from hotset.placement.channels import ChannelRates, Workload
+from hotset.placement.channels import ChannelRates, MatrixKind, Workload
 from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds
 from hotset.training.predictor_files import write_merged
 from hotset.training.predictor_layer import PredictorWeights
@@ -204,9 +204,9 @@ def logits_in(way: Way, path: Path, **settings: Any) -> np.ndarray:
             return model.logits(ids)
 
 
-def rates_of_channels(works: Iterable[Workload], *_: Any, **__: Any) -> dict[GGMLType, ChannelRates]:
+def rates_of_channels(works: Iterable[Workload], *_: Any, **__: Any) -> dict[MatrixKind, ChannelRates]:
     """Replace the measured rates: input-major is always quicker."""
-    return {work.type: ChannelRates(1e9, 1e11) for work in works}
+    return {work.kind: ChannelRates(1e9, 1e11) for work in works}
 
 
 def settings_of(mode: str, path: Path, base: BaseMode) -> Iterator[dict[str, Any]]:

@@ -27,13 +27,14 @@ from hotset.placement import ram
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 tiny_models = pytest.importorskip("tiny_models")
-from encoders_oracle import LENGTHS, PAGES_EACH, TOLERANCE, recipe, run, states_of_transformers, texts  # noqa: E402
+from encoders_oracle import BLOCKS_EACH, LENGTHS, TOLERANCE, recipe, run, states_of_transformers, texts  # noqa: E402
 
 __all__ = ["recipe"]  # the fixture
 
 
 def opened(kind: Any, gguf: GGUFFile, graph: Graph, **how: Any) -> Any:
-    return closing(kind(gguf, graph, n_pages=PAGES_EACH * len(LENGTHS), max_batch=512, kv_type="f32", **how))
+    how |= {"n_blocks": BLOCKS_EACH * len(LENGTHS), "max_batch": 512, "kv_type": "f32"}
+    return closing(kind(gguf, graph, **how))
 
 
 @pytest.mark.parametrize("kind", [ReferenceBackend, cpu_backend])
@@ -71,7 +72,7 @@ def test_the_graph_in_torch_computes_the_same(recipe: Any) -> None:
 
 def test_every_operation_is_right(recipe: Any) -> None:
     gguf, graph, _ = recipe
-    with closing(cpu_backend(gguf, graph, n_pages=2, max_batch=100, n_threads=1, kv_type="f32")) as backend:
+    with closing(cpu_backend(gguf, graph, n_blocks=2, max_batch=100, n_threads=1, kv_type="f32")) as backend:
         assert_every_operation_is_right(gguf, graph, backend, texts()[1], [], [0, 1])
 
 
@@ -101,13 +102,6 @@ def test_text_is_computed_in_one_step_despite_max_batch(encoder: hotset.Model) -
     for vector, states in zip(vectors, expected, strict=True):
         mean = states.mean(axis=0, dtype=np.float64)
         assert np.abs(vector - mean / np.linalg.norm(mean)).max() < 1e-3  # keys and values are F16
-
-
-def test_no_bit_of_a_vector_depends_on_other_texts(encoder: hotset.Model) -> None:
-    together = encoder.embed([*texts(), *texts()[::-1]])
-    assert np.array_equal(together[:4], together[4:][::-1])
-    for text, vector in zip(texts(), together, strict=False):
-        assert np.array_equal(encoder.embed([text])[0], vector)
 
 
 def test_a_text_that_does_not_fit_is_refused(encoder: hotset.Model) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import PAGES, batch, cpu_backend
+from backend_runs import BLOCKS, batch, cpu_backend
 
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
@@ -75,11 +75,11 @@ def test_attention_and_experts_of_nemotron(tmp_path: Path) -> None:
 
 def backend_of(gguf: GGUFFile, **options: Any) -> CpuBackend:
     graph = describe_nextn(config_from_gguf(gguf), gguf.tensors)
-    return cpu_backend(gguf, graph, n_pages=PAGES, max_batch=64, kv_type="f32", **options)
+    return cpu_backend(gguf, graph, n_blocks=BLOCKS, max_batch=64, kv_type="f32", **options)
 
 
 def reference_of(gguf: GGUFFile) -> ReferenceBackend:
-    return ReferenceBackend(gguf, describe_nextn(config_from_gguf(gguf), gguf.tensors), n_pages=PAGES)
+    return ReferenceBackend(gguf, describe_nextn(config_from_gguf(gguf), gguf.tensors), n_blocks=BLOCKS)
 
 
 def test_logits_equal_a_layer_of_transformers(nextn: Nextn) -> None:
@@ -87,7 +87,7 @@ def test_logits_equal_a_layer_of_transformers(nextn: Nextn) -> None:
     config = config_from_gguf(nextn.gguf)
     tokens = np.random.default_rng(2).integers(0, tiny_models.VOCABULARY, N_TOKENS + 1).astype(np.int32)
     trunk = cpu_backend(
-        nextn.gguf, describe(config, nextn.gguf.tensors), n_pages=PAGES, max_batch=64, n_threads=2
+        nextn.gguf, describe(config, nextn.gguf.tensors), n_blocks=BLOCKS, max_batch=64, n_threads=2
     )
     step = batch([(tokens[:-1], 0, [0])], (NEXTN_INPUT,)).with_states_of_rows(0)
     hidden, behind = trunk.step(step).taps[NEXTN_INPUT].copy(), tokens[1:]

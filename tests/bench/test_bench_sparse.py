@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import compare_sparse
 import demo_sparse
 import numpy as np
+import peers
 import predictors
 import pytest
 import sparse_ffn
-from anatomy import Anatomy, anatomy
+from anatomy import anatomy
 from peers import Job
 from synthetic import Shape, write_sparse_model
 
@@ -51,32 +51,29 @@ def test_anatomy_separates_streamed_and_gathered_bytes(model: Path) -> None:
     assert dense.streamed - predicted.streamed == pytest.approx(3 * FFN_BYTES - fc)
 
 
-def test_at_best_adds_the_time_of_both_kinds_of_bytes() -> None:
-    made_of = Anatomy(2e9, 0.5e9, 0.1, 0.1, 0, 0, 0, 0)
-    assert made_of.at_best(streaming=40e9, gathering=25e9) == pytest.approx(1 / (0.05 + 0.02))
-
-
 def test_prompt_has_the_requested_length(model: Path) -> None:
-    text = compare_sparse.text_of(model, 100)
+    text = peers.text_of(model, 100)
     with open_gguf(model) as file:
         assert 100 <= len(load_tokenizer(file.metadata).encode(text, add_special=True)) < 108
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
-def test_powerinfer_timings_are_read(tmp_path: Path) -> None:
+def test_powerinfer_timings_are_read(tmp_path: Path, model: Path) -> None:
     program = tmp_path / "main"
     program.write_text(
         "#!/bin/sh\n"
+        'echo "main: build = 1 (d3ebd7c)" >&2\n'
         'echo "llama_print_timings: prompt eval time =    2000.00 ms /    64 tokens (x)" >&2\n'
         'echo "llama_print_timings:        eval time =     500.00 ms /    20 runs   (x)" >&2\n'
     )
     program.chmod(0o755)
-    peer = compare_sparse.PowerInfer(program, "a prompt")
-    entries = peer.bench(Job(tmp_path / "model", 64, 20, repetitions=2))
-    assert entries == {"pp": {"samples_ts": [32.0, 32.0]}, "tg": {"samples_ts": [40.0, 40.0]}}
+    peer = peers.PowerInfer(program)
+    entries = peer.bench(Job(model, 64, 20, repetitions=2))
+    assert {kind: entry["samples_ts"] for kind, entry in entries.items()} == {"pp": [32, 32], "tg": [40, 40]}
+    assert {entry["build_commit"] for entry in entries.values()} == {"d3ebd7c"}
     program.write_text("#!/bin/sh\necho no model >&2; exit 1\n")
     with pytest.raises(SystemExit, match="no model"):
-        peer.bench(Job(tmp_path / "model", 64, 20))
+        peer.bench(Job(model, 64, 20))
 
 
 def test_divergence_equals_the_distributions() -> None:
@@ -121,17 +118,21 @@ def test_hot_first_gains_nothing_where_gathering_is_as_quick_as_streaming() -> N
     assert 1.05 < sparse_ffn.predicted_gain(0.1, 8192, cells(20e9), 40e9) < 2
 
 
-def test_the_gathering_rate_of_a_file_is_measured(model: Path) -> None:
-    assert sparse_ffn.gathering_rate(model, 1)() > 1e7
-
-
-def test_the_demo_tells_that_exact_is_dense(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_demo_compares_the_real_model_and_labels_the_synthetic_one(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        sys, "argv", ["demo_sparse.py", "--model", str(model), "--tokens", "12", "--rounds", "1"]
-    )
+    text = tmp_path / "text.txt"
+    text.write_text("a b c " * 200)
+    monkeypatch.setattr(demo_sparse, "TEXT", text)
+    monkeypatch.setattr(demo_sparse, "FOLDER", tmp_path)
+    files = ["--original", str(model), "--sparse", str(model), "--synthetic", str(model)]
+    monkeypatch.setattr(sys, "argv", ["demo_sparse.py", *files, "--tokens", "12", "--rounds", "1"])
     demo_sparse.main()
-    shown = capsys.readouterr().out
-    assert "weights are random" in shown
-    assert "exact drew the same 12 tokens as dense" in shown
+    real, _, synthetic = capsys.readouterr().out.partition("A synthetic sparse model")
+    rows = [line.split() for line in real.splitlines() if line.startswith(("original", "sparse"))]
+    assert [row[0] for row in rows] == ["original", "sparse"]
+    assert rows[0][2] == "1.00×"
+    assert "short text" in real
+    assert "Larger gains" in real
+    assert "weights are random" in synthetic
+    assert "exact drew the same 12 tokens as dense" in synthetic

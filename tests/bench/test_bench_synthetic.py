@@ -11,7 +11,7 @@ import pytest
 import synthetic
 from synthetic import Shape, write_idle_experts, write_sparse_model
 
-from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.base import BLOCK_SIZE, Batch
 from hotset.backends.reference import ReferenceBackend
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType, dequantize
@@ -35,11 +35,11 @@ def taps(path: Path, names: list[str], predicted: bool = False) -> dict[str, np.
         config = config_from_gguf(file)
         predictor = Predictor("mlp", (config.sparse_threshold,) * config.n_layer) if predicted else None
         graph = describe(config, file.tensors, predictor)
-        backend = ReferenceBackend(file, graph, n_pages=N_TOKENS // PAGE_SIZE)
+        backend = ReferenceBackend(file, graph, n_blocks=N_TOKENS // BLOCK_SIZE)
         tokens = np.random.default_rng(1).integers(0, config.n_vocab, N_TOKENS, dtype=np.int32)
         positions = np.arange(N_TOKENS, dtype=np.int32)
-        pages = np.arange(N_TOKENS // PAGE_SIZE, dtype=np.int32)[None]
-        batch = Batch(tokens, positions, 0 * positions, pages, positions[-1:], tuple(names))
+        blocks = np.arange(N_TOKENS // BLOCK_SIZE, dtype=np.int32)[None]
+        batch = Batch(tokens, positions, 0 * positions, blocks, positions[-1:], tuple(names))
         return dict(backend.step(batch).taps)
 
 

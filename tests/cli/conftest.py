@@ -11,9 +11,3 @@ from cli_runs import write_model
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "tiny.gguf")
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"

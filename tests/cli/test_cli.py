@@ -458,16 +458,6 @@ def test_ctrl_c_ends_a_single_answer(model: Path) -> None:
 
 
 @needs_pty
-def test_a_question_that_does_not_fit_does_not_end_the_chat(model: Path) -> None:
-    chat = Terminal("run", model, *CHAT, "-n", 3, "-c", 64)
-    chat.reply(PROMPT, "a" * 90 + "\n")
-    chat.wait_for("context of 64")
-    chat.reply(PROMPT, "short\n")
-    chat.wait_for(ANSWERED)
-    chat.leave()
-
-
-@needs_pty
 def test_without_a_model_the_user_chooses_one_at_the_terminal(home: Path, model: Path) -> None:
     folder = home / "models"
     folder.mkdir(parents=True)
@@ -660,8 +650,8 @@ def test_bench_measures_from_event_to_event(monkeypatch: pytest.MonkeyPatch, can
             return super().step(batch)
 
     def seconds(p: int, n: int, d: int) -> list[float]:
-        n_pages = -(-(p + n + d + 2 * can_hold_one_more) // 64)
-        backend = Clocked(n_pages=n_pages, max_batch=50)
+        n_blocks = -(-(p + n + d + 2 * can_hold_one_more) // 64)
+        backend = Clocked(n_blocks=n_blocks, max_batch=50)
         return measure(backend, Test(p, n, d), Conditions(2, 2048), lambda: 1e9).seconds
 
     assert seconds(0, 64, 0) == [64 * 11.0] * 2
@@ -675,12 +665,12 @@ def test_bench_measures_from_event_to_event(monkeypatch: pytest.MonkeyPatch, can
 def test_bench_uses_the_engine_and_reuses_the_depth() -> None:
     from hotset.cli.bench import Conditions, Test, _entry, measure
 
-    backend = FakeBackend(n_pages=8, max_batch=50)
+    backend = FakeBackend(n_blocks=8, max_batch=50)
     rates = iter([1e9, 3e9, 2e9])
     result = measure(backend, Test(120, 3, 70), Conditions(3, 2048), lambda: next(rates))
     warm_up, repetition = [50, 50, 50, 40, 1, 1], [50, 50, 26, 1, 1, 1]
     assert backend.batches == warm_up + repetition * 3
-    small = FakeBackend(n_pages=8, max_batch=50)
+    small = FakeBackend(n_blocks=8, max_batch=50)
     measure(small, Test(60, 0, 0), Conditions(1, 32), lambda: 1e9)
     assert small.batches == [32, 28] * 2
     entry = _entry({"backends": "CPU"}, Test(0, 100, 0), result, 1000)
@@ -718,6 +708,21 @@ def test_bench_json_has_llama_benchs_fields(model: Path) -> None:
     assert "read bandwidth of the mapped file" in done.stderr
     deeper = [e["bytes_per_token"] for e in entries if e["n_gen"] and not e["n_prompt"]]
     assert deeper[1] > deeper[0]  # with a depth, the KV cache is read too
+
+
+@needs_core
+def test_bench_times_operations_on_a_device(model: Path) -> None:
+    arguments = "bench", model, "-p", 8, "-n", 3, "-r", 1, "-t", 1, "--timings"
+    refused = inside(*arguments, returns=2).stderr
+    assert "it requires --device vulkan" in refused
+    done = inside(*arguments, "--device", "vulkan", returns=None)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\ntg3: a step of 1 token on .+, the mean of \d+: [\d.]+ ms on the device", done.stdout)
+    assert re.search(r"attn_q\W+rounded_few\W+2 ", done.stdout)
+    for entry in map(json.loads, inside(*arguments, "--device", "vulkan", "-o", "jsonl").stdout.splitlines()):
+        (times,) = entry["operations"]
+        assert times["n_tokens"] == (entry["n_prompt"] or 1)
+        assert {one["operation"] for one in times["operations"]} > {"attn_q", "ffn_gate"}
 
 
 @needs_core

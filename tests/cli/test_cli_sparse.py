@@ -15,7 +15,6 @@ from byte_models import N_FF, N_LAYER, write_sparse
 from cli_runs import REFERENCE, TEXT, answer, inside, needs_core, write_model
 from fake_backend import FakeBackend
 
-from hotset.formats.quants import GGMLType
 from hotset.report.bars import bar, percent
 
 FIXED = ("-n", 6, "--temp", 0, "--ignore-eos")
@@ -197,7 +196,7 @@ def test_bench_collects_statistics_in_untimed_steps() -> None:
     from hotset.cli.bench import Conditions, Test, measure
 
     def counted(test: Test, **options: Any) -> tuple[list[tuple[int, list[int]]], FakeBackend]:
-        backend = FakeBackend(n_pages=8, max_batch=50)
+        backend = FakeBackend(n_blocks=8, max_batch=50)
         stats = measure(backend, test, Conditions(2, 2048, **options), lambda: 1e9).stats
         return [(step.n_tokens, step.active.tolist()) for step in stats], backend
 
@@ -357,13 +356,6 @@ def test_reorder_writes_an_equivalent_file(published: Path, text: Path, tmp_path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert re.search(r"The first \d+( to \d+)? neurons of each layer are computed always", done.stderr)
-
-
-def test_reorder_refuses_a_type_that_it_cannot_reorder(tmp_path: Path, text: Path) -> None:
-    path = write_sparse(tmp_path / "q.gguf", dialect="gguf", type_of=lambda name: GGMLType.Q8_0)
-    result("profile", path, "-f", text, "-c", 64, *REFERENCE, "--json")
-    assert "cannot be reordered" in inside("reorder", path, tmp_path / "out.gguf", returns=1).stderr
-    assert not (tmp_path / "out.gguf").exists()
 
 
 # -- show ----------------------------------------------------------------------------------------

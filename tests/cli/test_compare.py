@@ -136,7 +136,7 @@ def test_steps_of_different_sizes_give_the_same_results(bos_id: int | None):
     def last(*batches: int) -> hotset.PerplexityResult:
         engines = [engine(batches[0]), engine(batches[1], peak=2.5)]
         *_, (_, result) = compare_chunks(engines, tokens, n_ctx=65, bos_id=bos_id, n_neurons=[200, 200])
-        assert all(one.scheduler.pool.n_available == one.scheduler.pool.n_pages for one in engines)
+        assert all(one.scheduler.pool.n_available == one.scheduler.pool.n_blocks for one in engines)
         return result
 
     same = last(128, 128)
@@ -173,7 +173,7 @@ def test_a_failure_of_one_model_frees_both():
     with pytest.raises(RuntimeError, match="fails as requested"):
         list(compare_chunks(engines, list(range(97)) * 4, n_ctx=64, n_neurons=[1, 1]))
     pools = [one.scheduler.pool for one in engines]
-    assert all(pool.n_available == pool.n_pages for pool in pools)
+    assert all(pool.n_available == pool.n_blocks for pool in pools)
     assert not any(one.has_work for one in engines)
 
 

@@ -45,7 +45,7 @@ class Tools:
     """Programs with the names of the tools, first in PATH."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.home, self._seen = folder / "home", folder / "seen.json"
+        self.home, self.report = folder / "home", folder / "seen.json"
         (programs := folder / "bin").mkdir()
         self.home.mkdir()
         for tool in TOOLS.values():
@@ -54,7 +54,7 @@ class Tools:
             program.chmod(0o755)
         self.settings = self.home / ".config" / "zed" / "settings.json"
         for name, value in {
-            "PATH": f"{programs}:{os.environ['PATH']}", "SEEN": str(self._seen), "HOME": str(self.home),
+            "PATH": f"{programs}:{os.environ['PATH']}", "SEEN": str(self.report), "HOME": str(self.home),
             "ANTHROPIC_API_KEY": "of the user",
         }.items():  # fmt: skip
             monkeypatch.setenv(name, value)
@@ -62,8 +62,8 @@ class Tools:
             monkeypatch.delenv(name, raising=False)
 
     def seen(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._seen.read_text())
-        self._seen.unlink()
+        found: dict[str, Any] = json.loads(self.report.read_text())
+        self.report.unlink()
         return found
 
 
@@ -154,7 +154,7 @@ def test_changed_settings_are_printed_without_the_key(
         shown = launched(tool, "--url", server.url, "--print")
         assert "secret-of-mine" not in shown
         assert server.url in shown
-        assert not tools._seen.exists()
+        assert not tools.report.exists()
     shown = launched("aider", "--url", server.url, "--print", "--", "--message", "two words")
     assert "--message 'two words'" in " ".join(shown.split()), "a shell can run the printed command"
     launched("opencode", "--url", server.url)

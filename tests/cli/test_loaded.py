@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from byte_models import write_model
 from cli_runs import inside, needs_core
-from live_server import listening, live_server
+from tiny_server import Serving
 
 from hotset.server.catalogue import Catalogue
 from hotset.server.models import Models
@@ -31,8 +31,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     catalogue = Catalogue({}, folder=folder, with_store=False)
     catalogue.scan()
     load = LoadSettings(device="cpu", n_threads=1)
-    with listening(Models(catalogue, ServerSettings(api_keys=(KEY,)), load=load, budget=1 << 30)) as url:
-        yield url
+    with Serving(Models(catalogue, ServerSettings(api_keys=(KEY,)), load=load, budget=1 << 30)) as serving:
+        yield serving.url
 
 
 def ask(url: str, model: str) -> None:
@@ -65,7 +65,8 @@ def test_ps_lists_loaded_models_and_stop_unloads_them(server: str, monkeypatch: 
 
 @needs_core
 def test_a_server_of_one_model_refuses_to_unload_it(tmp_path: Path) -> None:
-    with live_server(write_model(tmp_path / "tiny.gguf", n_layer=1)) as url:
+    with Serving(write_model(tmp_path / "tiny.gguf", n_layer=1)) as serving:
+        url = serving.url
         assert [one["name"] for one in json.loads(inside("ps", "--url", url, "--json").stdout)] == ["tiny"]
         done = inside("stop", "tiny", "--url", url, returns=1)
         assert "keeps its only model" in done.stderr

@@ -126,7 +126,7 @@ def test_mcp_servers_are_named_by_a_file(
         (("{folder}", "--alias", "x=none"), "no model that is here"),
         (("{folder}/one.gguf", "{folder}/../again/one.gguf"), "both called"),
         (("{folder}/one.gguf", "--mcp", "{folder}/one.gguf"), "no JSON|UTF-8|larger"),
-        (("{folder}/one.gguf", "-a", "a=one"), "one model is served: write its name alone"),
+        (("{folder}/one.gguf", "-a", "a=one"), "with one model write --alias NAME"),
         (("{folder}/one.gguf", "--lora", "nope.gguf"), "there is no adapter"),
         (("{folder}/one.gguf", "--lora", "{folder}"), "has no adapter_config.json"),
         (("{folder}/one.gguf", "--cache-disk", "1G"), "it requires --cache-dir or --slot-save-path"),

@@ -103,14 +103,14 @@ def test_an_option_without_effect_changes_nothing_and_is_reported(model: Path) -
         "run", "-m", model, "-p", "Hello", "-n", 4, "--temp", 0, *words, "--device", "reference", returns=None
     )
     assert (done.returncode, done.stdout.rstrip("\n")) == (0, plain["text"]), done.stderr
-    assert "--mlock has no effect: no memory is locked" in done.stderr
+    assert "--mlock has no effect: memory is never locked" in done.stderr
     assert "-ub has no effect" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("-fa", "off"), "attention is always fused; 'off' is none of on"),
+        (("-fa", "off"), "attention is always fused; 'off' is not one of on"),
         (("-ctv", "q5_1"), "--cache-type-v: it must be one of f16, q8_0, q4_0, not 'q5_1'"),
         (("-ot", "attn=CPU"), "--n-gpu-layers"),
         (("-ot", "exps=CUDA0"), "--n-gpu-layers"),

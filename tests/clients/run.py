@@ -112,7 +112,8 @@ def schemathesis(server: Server) -> list[str]:
     server.environment["SCHEMATHESIS_HOOKS"] = "schemathesis_hooks"
     server.environment["PYTHONPATH"] = str(HERE)
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
-    command = [str(BIN / "schemathesis"), "run", f"{server.url}/openapi.json", "--seed", "1", "-n", "30"]
+    command = [str(BIN / "schemathesis"), "--config-file", str(HERE / "schemathesis.toml")]
+    command += ["run", f"{server.url}/openapi.json", "--seed", "1", "-n", "30"]
     command += ["--phases", "coverage,fuzzing", "--continue-on-failure", "--checks", checks]
     return [*command, "-H", f"Authorization: Bearer {KEY}", "--max-time", "150", "--warnings", "off"]
 

@@ -1047,7 +1047,7 @@ def reference_logits(gguf: GGUFFile, tokens: np.ndarray) -> np.ndarray:
     predictor = None
     if gguf.dialect == "powerinfer":
         predictor = Predictor("mlp", (config.sparse_threshold,) * config.n_layer)
-    backend = ReferenceBackend(gguf, describe(config, gguf.tensors, predictor), n_pages=2)
+    backend = ReferenceBackend(gguf, describe(config, gguf.tensors, predictor), n_blocks=2)
     n = len(tokens)
     arrays = (tokens, np.arange(n), np.zeros(n), [[0, 1]], np.arange(n))
     return backend.step(Batch(*(np.array(a, np.int32) for a in arrays))).logits

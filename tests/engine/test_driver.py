@@ -199,7 +199,7 @@ def test_cancelling_ends_one_answer_and_disturbs_no_other(can_cancel: bool) -> N
     thread.cancel([dropped])
     backend.permits.release(1000)
     assert tokens_of(thread, kept) == expected(prompt(30), seed=0, max_tokens=20)[1:]
-    assert thread.engine.scheduler.pool.n_available == thread.engine.scheduler.pool.n_pages
+    assert thread.engine.scheduler.pool.n_available == thread.engine.scheduler.pool.n_blocks
     thread.close()
 
 
@@ -278,7 +278,7 @@ def test_more_than_may_wait_are_refused(gated: tuple[Gated, EngineThread]) -> No
 
 
 def test_counters_are_current_during_a_step() -> None:
-    backend = Gated(n_pages=10)
+    backend = Gated(n_blocks=10)
     thread = EngineThread(Engine(backend, 512, 2))
     thread.max_waiting = 1
     running = [ask(thread, prompt(130, 1), seed=i, max_tokens=4) for i in range(2)]
@@ -308,12 +308,12 @@ def test_counters_are_current_during_a_step() -> None:
     assert then.steps == len(backend.batches)
     assert then.step_seconds > 0.0
     assert (then.running, then.waiting) == (0, 0)
-    assert (then.pages, then.pages_used, then.pages_cached) == (10, 0, 2)
+    assert (then.blocks, then.blocks_used, then.blocks_cached) == (10, 0, 2)
     thread.close()
 
 
 def test_wait_is_learned_from_finished_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = Clocked(n_pages=200)
+    backend = Clocked(n_blocks=200)
     monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: backend.now)
     engine = Engine(backend, 1024, 4)
     assert engine.seconds_to_wait() == 0.0
@@ -513,7 +513,7 @@ def test_forked_process_starts_with_its_own_state(gated: tuple[Gated, EngineThre
             backend.permits = threading.Semaphore(1000)
             with thread.exclusive() as engine:
                 assert not engine.has_work
-                assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
+                assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_blocks
             mine = tokens_of(thread, ask(thread, prompt(8), seed=3, max_tokens=5))
             ok = mine == expected(prompt(8), seed=3, max_tokens=5)
             try:
@@ -603,7 +603,7 @@ class Clocked(FakeBackend):
 
 
 def test_a_long_prompt_does_not_stop_a_running_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = Clocked(n_pages=200, max_batch=2048)
+    backend = Clocked(n_blocks=200, max_batch=2048)
     monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: backend.now)
     engine = Engine(backend, 8192)
     running = engine.enqueue(engine.prepare(prompt(10), SamplingParams(seed=1, max_tokens=200)))
@@ -627,7 +627,7 @@ def test_a_long_prompt_does_not_stop_a_running_answer(monkeypatch: pytest.Monkey
 
 def test_scores_of_a_long_prompt_do_not_stop_a_running_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the budget when reading rows of logits, which is outside the backend's step, takes time too."""
-    backend = Clocked(n_pages=200, max_batch=2048)
+    backend = Clocked(n_blocks=200, max_batch=2048)
     monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: backend.now)
     engine = Engine(backend, 8192)
     running = engine.enqueue(engine.prepare(prompt(10), SamplingParams(seed=1, max_tokens=400)))
@@ -682,7 +682,7 @@ def test_time_of_logits_is_separated_from_time_of_tokens() -> None:
 
 def test_prompt_without_answers_takes_longer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check steps of 50 ms, or 16 times as long as a decode step, so that fixed costs are small."""
-    backend = Clocked(n_pages=200, max_batch=2048)
+    backend = Clocked(n_blocks=200, max_batch=2048)
     monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: backend.now)
     engine = Engine(backend, 8192)
     for n_alone in (64, 165):  # before and after the decode step's 11 ms are known
@@ -787,7 +787,7 @@ class Cancellable(Gated):
     """A backend that stays in a step until the test ends it."""
 
     def __init__(self) -> None:
-        super().__init__(n_pages=200, max_batch=512)
+        super().__init__(n_blocks=200, max_batch=512)
         self.n_cancelled = 0
 
     def cancel(self) -> None:

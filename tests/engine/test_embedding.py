@@ -70,16 +70,16 @@ def test_vectors_have_the_same_bits_in_any_chunks_and_company(model: Any, poolin
                     loaded.generate, texts[2], temperature=0, max_tokens=30, ignore_eos=True
                 )
                 together = loaded.embed(texts, pooling=pooling)
-            assert loaded.engine.scheduler.pool.n_available == loaded.engine.scheduler.pool.n_pages
+            assert loaded.engine.scheduler.pool.n_available == loaded.engine.scheduler.pool.n_blocks
         assert (together == alone).all()
         assert answer.result().tokens == expected
 
 
-def test_no_page_of_a_text_is_kept_for_others(model: Any) -> None:
+def test_no_block_of_a_text_is_kept_for_others(model: Any) -> None:
     path, texts, _ = model
     with load(path) as loaded:
         vectors = loaded.embed(texts)
-        assert loaded.thread.counters().pages_cached == 0
+        assert loaded.thread.counters().blocks_cached == 0
         completion = loaded.generate(texts[0], temperature=0, max_tokens=1)
         assert completion.timings.reused_tokens == 0
         assert (loaded.embed(texts) == vectors).all()  # other requests' prefixes are not used

@@ -11,7 +11,7 @@ import pytest
 from cases import quick_if
 from fake_backend import FakeBackend, drain, fake_logits, prompt
 
-from hotset.backends.base import PAGE_SIZE, Batch, StepResult
+from hotset.backends.base import BLOCK_SIZE, Batch, StepResult
 from hotset.engine.engine import Engine
 from hotset.engine.pacing import PrefillBudget
 from hotset.engine.perplexity import perplexity_chunks
@@ -27,7 +27,7 @@ def engine(n_ctx: int = 512, max_sequences: int = 16, **options: Any) -> Engine:
 def generate(engine: Engine, tokens: list[int], stop_ids: tuple[int, ...] = (), **params: Any) -> Sequence:
     sequence = engine.enqueue(engine.prepare(tokens, SamplingParams(**params), stop_ids=stop_ids))
     drain(engine)
-    assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
+    assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_blocks
     return sequence
 
 
@@ -49,22 +49,22 @@ def test_chunks_of_a_prompt_do_not_change_the_answer(max_batch: int):
 
 
 @pytest.mark.parametrize(
-    ("max_sequences", "n_pages", "max_batch"),
+    ("max_sequences", "n_blocks", "max_batch"),
     quick_if(
-        lambda _, n_pages, max_batch: (n_pages, max_batch) in ((4, 40), (5, 3), (64, 512)),
+        lambda _, n_blocks, max_batch: (n_blocks, max_batch) in ((4, 40), (5, 3), (64, 512)),
         [2, 16],
         [4, 5, 9, 64],
         [3, 40, 512],
     ),
 )
-def test_same_seed_gives_the_same_tokens_in_any_batch(max_batch: int, n_pages: int, max_sequences: int):
+def test_same_seed_gives_the_same_tokens_in_any_batch(max_batch: int, n_blocks: int, max_sequences: int):
     """Check that sequences are preempted and computed again if blocks are few, and wait if slots are few."""
     options = [
         {"seed": i, "max_tokens": 30 + 25 * i, "repetition_penalty": 1.0 + 0.1 * (i % 2)} for i in range(6)
     ]
     prompts = [prompt(20 + 13 * i, seed=i) for i in range(6)]
     alone = [generate(engine(256), p, **o).tokens for p, o in zip(prompts, options, strict=True)]
-    batched = engine(256, max_sequences, max_batch=max_batch, n_pages=n_pages)
+    batched = engine(256, max_sequences, max_batch=max_batch, n_blocks=n_blocks)
     sequences = []
     for p, o in zip(prompts, options, strict=True):
         sequences.append(batched.enqueue(batched.prepare(p, SamplingParams(**o))))
@@ -73,12 +73,12 @@ def test_same_seed_gives_the_same_tokens_in_any_batch(max_batch: int, n_pages: i
     drain(batched)
     assert [sequence.tokens for sequence in sequences] == alone
     assert {sequence.finish_reason for sequence in sequences} == {"length"}
-    assert batched.scheduler.pool.n_available == n_pages
+    assert batched.scheduler.pool.n_available == n_blocks
 
 
 def test_preempted_sequence_is_computed_again_and_continues():
     alone = [generate(engine(256), prompt(60, seed=i), seed=i, max_tokens=100).tokens for i in range(2)]
-    tight = engine(256, n_pages=4)
+    tight = engine(256, n_blocks=4)
     sequences = [
         tight.enqueue(
             tight.prepare(prompt(60, seed=i), SamplingParams(seed=i, max_tokens=100), reuse_prefix=False)
@@ -98,7 +98,7 @@ def test_preempted_sequence_is_computed_again_and_continues():
 
 def test_preempted_sequence_reuses_its_remaining_blocks():
     alone = [generate(engine(256), prompt(60, seed=i), seed=i, max_tokens=100).tokens for i in range(2)]
-    tight = engine(256, n_pages=5)
+    tight = engine(256, n_blocks=5)
     old, new = (
         tight.enqueue(tight.prepare(prompt(60, seed=i), SamplingParams(seed=i, max_tokens=100)))
         for i in range(2)
@@ -106,7 +106,7 @@ def test_preempted_sequence_reuses_its_remaining_blocks():
     while new not in tight.scheduler.waiting or new.n_computed == 0:
         tight.step()
     n_generated = len(new.generated)
-    assert len(new.tokens) == 2 * PAGE_SIZE + 1
+    assert len(new.tokens) == 2 * BLOCK_SIZE + 1
     tight.cancel(old)
     seen = tight.backend.n_tokens_seen
     tight.step()
@@ -117,7 +117,7 @@ def test_preempted_sequence_reuses_its_remaining_blocks():
 
 
 def test_preempted_sequence_precedes_waiting_ones():
-    tight = engine(256, max_sequences=2, n_pages=4)
+    tight = engine(256, max_sequences=2, n_blocks=4)
     old, new, third = (
         tight.enqueue(tight.prepare(prompt(60, seed=i), SamplingParams(seed=i, max_tokens=100)))
         for i in range(3)
@@ -133,7 +133,7 @@ def test_preempted_sequence_precedes_waiting_ones():
 
 
 def test_logits_of_a_preempted_sequence_are_handed_out_once():
-    tight = engine(256, n_pages=6, max_batch=2)
+    tight = engine(256, n_blocks=6, max_batch=2)
     tight.enqueue(tight.prepare(prompt(60), SamplingParams(seed=0, max_tokens=190)))
     positions: list[int] = []
     for _ in range(60):
@@ -154,13 +154,13 @@ def test_logits_of_a_preempted_sequence_are_handed_out_once():
     assert positions == list(range(20, 190))
 
 
-def test_pages_after_a_reused_prefix_are_found_only_after_it():
-    long = prompt(4 * PAGE_SIZE + 1)
+def test_blocks_after_a_reused_prefix_are_found_only_after_it():
+    long = prompt(4 * BLOCK_SIZE + 1)
     reusing = engine()
-    generate(reusing, long[: 2 * PAGE_SIZE + 1], seed=1, max_tokens=1)
-    assert generate(reusing, long, seed=1, max_tokens=1).n_reused == 2 * PAGE_SIZE
-    assert generate(reusing, long, seed=1, max_tokens=1).n_reused == 4 * PAGE_SIZE
-    assert generate(reusing, long[2 * PAGE_SIZE :], seed=1, max_tokens=1).n_reused == 0
+    generate(reusing, long[: 2 * BLOCK_SIZE + 1], seed=1, max_tokens=1)
+    assert generate(reusing, long, seed=1, max_tokens=1).n_reused == 2 * BLOCK_SIZE
+    assert generate(reusing, long, seed=1, max_tokens=1).n_reused == 4 * BLOCK_SIZE
+    assert generate(reusing, long[2 * BLOCK_SIZE :], seed=1, max_tokens=1).n_reused == 0
 
 
 def test_decoding_comes_before_prompts_and_shares_their_batch():
@@ -187,7 +187,7 @@ def test_a_short_prompt_comes_through_while_long_ones_are_read(
         note(self, units, n_answers, 1e-3 * (1 + units), n_rows)
 
     monkeypatch.setattr(PrefillBudget, "note", note_steady)
-    shared = engine(1024, n_pages=200)
+    shared = engine(1024, n_blocks=200)
     asked = [(prompt(9, seed=i), {"seed": i, "max_tokens": 60}) for i in range(n_answers)]
     asked += [(prompt(900, seed=i), {"seed": i, "max_tokens": 3}) for i in range(n_long)]
     sequences = [shared.enqueue(shared.prepare(tokens, SamplingParams(**params))) for tokens, params in asked]
@@ -215,7 +215,7 @@ def test_a_shared_prefix_is_computed_once_and_changes_nothing():
     generate(reusing, [*common, 7], seed=1, max_tokens=10)
     seen = reusing.backend.n_tokens_seen
     again = generate(reusing, [*common, 5, 6], seed=9, max_tokens=40)
-    assert again.n_reused == 200 // PAGE_SIZE * PAGE_SIZE
+    assert again.n_reused == 200 // BLOCK_SIZE * BLOCK_SIZE
     assert again.tokens == whole.tokens
     assert reusing.backend.n_tokens_seen - seen == 202 - again.n_reused + 39
     refused = reusing.enqueue(
@@ -227,11 +227,11 @@ def test_a_shared_prefix_is_computed_once_and_changes_nothing():
 
 
 def test_a_prompt_that_is_all_in_the_cache_still_computes_its_last_token():
-    exact = prompt(2 * PAGE_SIZE)
+    exact = prompt(2 * BLOCK_SIZE)
     reusing = engine()
     first = generate(reusing, exact, seed=1, max_tokens=5)
     again = generate(reusing, exact, seed=1, max_tokens=5)
-    assert again.n_reused == PAGE_SIZE
+    assert again.n_reused == BLOCK_SIZE
     assert again.tokens == first.tokens
 
 
@@ -239,31 +239,31 @@ def test_an_answer_is_reused_as_the_prefix_of_the_next_turn():
     chatting = engine()
     turn = generate(chatting, prompt(50), seed=1, max_tokens=100)
     following = generate(chatting, [*turn.tokens, 3, 4], seed=2, max_tokens=10)
-    assert following.n_reused == 2 * PAGE_SIZE
+    assert following.n_reused == 2 * BLOCK_SIZE
     assert following.tokens == generate(engine(), [*turn.tokens, 3, 4], seed=2, max_tokens=10).tokens
 
 
-def test_a_running_sequence_shares_its_pages():
-    shared = engine(n_pages=6, n_ctx=256)  # too few for 4 + 4
+def test_a_running_sequence_shares_its_blocks():
+    shared = engine(n_blocks=6, n_ctx=256)  # too few for 4 + 4
     long = shared.enqueue(shared.prepare(prompt(200), SamplingParams(seed=1, max_tokens=30)))
     shared.step()
     shared.step()
     short = shared.enqueue(shared.prepare([*prompt(200), 1], SamplingParams(seed=2, max_tokens=30)))
     shared.step()
-    assert short.n_reused == 3 * PAGE_SIZE
-    assert short.pages[:3] == long.pages[:3]
+    assert short.n_reused == 3 * BLOCK_SIZE
+    assert short.blocks[:3] == long.blocks[:3]
     drain(shared)
     assert shared.scheduler.pool.n_available == 6
     assert short.tokens == generate(engine(), [*prompt(200), 1], seed=2, max_tokens=30).tokens
 
 
-@pytest.mark.parametrize(("n_pages", "n_running"), [(2, 1), (3, 2), (4, 2), (5, 3), (6, 3), (7, 4)])
+@pytest.mark.parametrize(("n_blocks", "n_running"), [(2, 1), (3, 2), (4, 2), (5, 3), (6, 3), (7, 4)])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_sequence_is_let_in_where_a_page_is_spare_for_each_that_runs(
-    n_pages: int, n_running: int, at_once: bool
+def test_a_sequence_is_let_in_where_a_block_is_spare_for_each_that_runs(
+    n_blocks: int, n_running: int, at_once: bool
 ):
     """Check sequences of one block each: the third needs a block, and the two before it one each to grow."""
-    shared = engine(128, n_pages=n_pages)
+    shared = engine(128, n_blocks=n_blocks)
     for i in range(5):
         shared.enqueue(shared.prepare(prompt(40, seed=i), SamplingParams(seed=i, max_tokens=30)))
         if not at_once:
@@ -274,13 +274,13 @@ def test_a_sequence_is_let_in_where_a_page_is_spare_for_each_that_runs(
 
 
 def test_first_waiting_sequence_blocks_later_ones_without_blocks():
-    shared = engine(256, n_pages=5)
+    shared = engine(256, n_blocks=5)
     long = prompt(200)
     first = shared.enqueue(shared.prepare(long, SamplingParams(seed=1, max_tokens=40)))
     while not first.generated:
         shared.step()
     shared.enqueue(
-        shared.prepare([*long[:PAGE_SIZE], *prompt(150, seed=2)], SamplingParams(seed=2, max_tokens=3))
+        shared.prepare([*long[:BLOCK_SIZE], *prompt(150, seed=2)], SamplingParams(seed=2, max_tokens=3))
     )
     shared.enqueue(shared.prepare(prompt(5), SamplingParams(seed=3, max_tokens=3)))
     n_free = shared.scheduler.pool.n_available
@@ -294,7 +294,7 @@ def test_first_waiting_sequence_blocks_later_ones_without_blocks():
 @pytest.mark.parametrize("max_batch", [16, 512])
 @pytest.mark.parametrize("reuses", [True, False])
 def test_several_answers_of_one_prompt_compute_it_once(n: int, max_batch: int, reuses: bool):
-    tokens = prompt(3 * PAGE_SIZE + 10)
+    tokens = prompt(3 * BLOCK_SIZE + 10)
     shared = engine(max_batch=max_batch)
     sequences = [
         shared.enqueue(shared.prepare(tokens, SamplingParams(seed=i, max_tokens=6), reuse_prefix=reuses))
@@ -303,10 +303,10 @@ def test_several_answers_of_one_prompt_compute_it_once(n: int, max_batch: int, r
     drain(shared)
     for i, sequence in enumerate(sequences):
         assert sequence.generated == generate(engine(), tokens, seed=i, max_tokens=6).generated
-        assert sequence.n_reused == (3 * PAGE_SIZE if i and reuses else 0)
+        assert sequence.n_reused == (3 * BLOCK_SIZE if i and reuses else 0)
     n_prompt = len(tokens) + (n - 1) * (10 if reuses else len(tokens))
     assert shared.backend.n_tokens_seen == n_prompt + n * 5
-    assert shared.scheduler.pool.n_available == shared.scheduler.pool.n_pages
+    assert shared.scheduler.pool.n_available == shared.scheduler.pool.n_blocks
 
 
 @pytest.mark.parametrize("n_steps", [1, 2, 3, 4])
@@ -326,10 +326,10 @@ def test_follower_continues_when_the_first_client_leaves(n_steps: int):
     for sequence, n in ((second, 290), (third, 128)):
         alone = generate(engine(), [*tokens[:n], *prompt(40, seed=n)], seed=1, max_tokens=5)
         assert sequence.tokens == alone.tokens
-    assert shared.scheduler.pool.n_available == shared.scheduler.pool.n_pages
+    assert shared.scheduler.pool.n_available == shared.scheduler.pool.n_blocks
 
 
-def test_a_step_that_was_cancelled_leaves_no_page_behind_where_others_take_over():
+def test_a_step_that_was_cancelled_leaves_no_block_behind_where_others_take_over():
     shared = engine()
     leading, second = (
         shared.enqueue(shared.prepare(prompt(150), SamplingParams(seed=i, max_tokens=4))) for i in range(2)
@@ -340,9 +340,9 @@ def test_a_step_that_was_cancelled_leaves_no_page_behind_where_others_take_over(
     shared.step()  # its blocks are allocated, but empty
     third = shared.enqueue(shared.prepare(prompt(150), SamplingParams(seed=3, max_tokens=4)))
     drain(shared)
-    assert third.n_reused == 2 * PAGE_SIZE
+    assert third.n_reused == 2 * BLOCK_SIZE
     assert second.generated == generate(engine(), prompt(150), seed=1, max_tokens=4).generated
-    assert shared.scheduler.pool.n_available == shared.scheduler.pool.n_pages
+    assert shared.scheduler.pool.n_available == shared.scheduler.pool.n_blocks
 
 
 def test_clients_take_turns_and_requests_of_one_keep_their_order():
@@ -418,13 +418,13 @@ def test_cancelling_frees_blocks_and_disturbs_no_other(n_steps: int):
     shared.cancel(dropped)
     shared.cancel(dropped)
     assert dropped.finish_reason == "cancelled"
-    in_use = -(-kept.n_computed // PAGE_SIZE)
-    assert shared.scheduler.pool.n_available == shared.scheduler.pool.n_pages - in_use
+    in_use = -(-kept.n_computed // BLOCK_SIZE)
+    assert shared.scheduler.pool.n_available == shared.scheduler.pool.n_blocks - in_use
     drain(shared)
     assert kept.tokens == alone.tokens
     shared.cancel(kept)
     assert kept.finish_reason == "length"
-    assert (shared.scheduler.page_tables == -1).all()
+    assert (shared.scheduler.block_tables == -1).all()
 
 
 def test_stop_tokens_end_the_answer():
@@ -476,7 +476,7 @@ def test_a_prompt_that_is_not_token_ids_is_an_error(tokens: Any):
 
 def test_a_cache_smaller_than_a_context_is_an_error():
     with pytest.raises(OutOfMemoryError, match="lower n_ctx to 256"):
-        engine(n_ctx=257, n_pages=4)
+        engine(n_ctx=257, n_blocks=4)
 
 
 def test_engine_continues_after_a_failed_step():
@@ -490,7 +490,7 @@ def test_engine_continues_after_a_failed_step():
         assert sequence.finish_reason == "error"
         assert isinstance(sequence.error, RuntimeError)
     assert not shared.has_work
-    assert shared.scheduler.pool.n_available == shared.scheduler.pool.n_pages
+    assert shared.scheduler.pool.n_available == shared.scheduler.pool.n_blocks
     expected = generate(engine(), prompt(10), seed=1, max_tokens=10).tokens
     assert generate(shared, prompt(10), seed=1, max_tokens=10).tokens == expected
 
@@ -560,7 +560,7 @@ def test_scores_are_the_logits_from_the_first_position_on(first: int, max_batch:
         assert list(rows) == list(range(first, 200))
         for position, row in rows.items():
             assert (row == fake_logits(np.array(tokens[: position + 1]), 97)).all()
-    assert sequence.n_reused == first // PAGE_SIZE * PAGE_SIZE
+    assert sequence.n_reused == first // BLOCK_SIZE * BLOCK_SIZE
     assert len(other.generated) == 40
 
 
@@ -648,7 +648,7 @@ def test_perplexity_is_llama_perplexitys(n_ctx: int, max_batch: int, bos_id: int
         assert result.ppl == pytest.approx(ppl, rel=1e-6)
         assert result.error == pytest.approx(error, rel=1e-5)
         assert result.n_scored == (i + 1) * (n_ctx - 1 - n_ctx // 2)
-    assert scoring.scheduler.pool.n_available == scoring.scheduler.pool.n_pages
+    assert scoring.scheduler.pool.n_available == scoring.scheduler.pool.n_blocks
 
 
 def test_perplexity_refuses_unmeasurable_input():
@@ -677,7 +677,7 @@ class Instant(FakeBackend):
 
 def test_a_decode_step_costs_little_python():
     """Check that a step of one sequence makes few calls, equally many at any depth: 5 to 10 µs of Python."""
-    quick = Engine(Instant(n_vocab=1000, n_pages=64), 4096)
+    quick = Engine(Instant(n_vocab=1000, n_blocks=64), 4096)
     quick.enqueue(quick.prepare([1, 2, 3], SamplingParams(temperature=0)))
     quick.step()
 

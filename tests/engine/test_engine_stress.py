@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fake_backend import FakeBackend, drain, fake_logits
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
 from hotset.engine.sampler import SamplingParams
@@ -24,7 +24,7 @@ BASES = [np.random.default_rng(i).integers(0, 97, 300).tolist() for i in range(4
 
 def drawn_prompt(draw: random.Random) -> tuple[int, ...]:
     """Return a part of one of a few texts, often whole blocks of it, and often with its own end."""
-    n = draw.choice([draw.randint(1, 300), PAGE_SIZE * draw.randint(1, 4), 200])
+    n = draw.choice([draw.randint(1, 300), BLOCK_SIZE * draw.randint(1, 4), 200])
     own = [draw.randrange(97) for _ in range(draw.choice([0, 1, 30]))]
     return (*draw.choice(BASES)[:n], *own)
 
@@ -37,11 +37,11 @@ def expected(tokens: tuple[int, ...], seed: int, n: int) -> list[int]:
     return sequence.generated
 
 
-def check_pages(engine: Engine) -> None:
+def check_blocks(engine: Engine) -> None:
     """Check that running sequences hold every block as often as it counts, and that each has a slot."""
     pool = engine.scheduler.pool
-    held = Counter(page for sequence in engine.scheduler.running for page in sequence.pages)
-    assert [held[page] for page in range(pool.n_pages)] == pool.references
+    held = Counter(block for sequence in engine.scheduler.running for block in sequence.blocks)
+    assert [held[block] for block in range(pool.n_blocks)] == pool.references
     assert pool.n_available == sum(1 for n in pool.references if not n)
     if engine.scheduler.states is not None:
         states = engine.scheduler.states
@@ -55,15 +55,15 @@ def check_pages(engine: Engine) -> None:
     slots = [sequence.slot for sequence in engine.scheduler.running]
     assert sorted(slots + engine.scheduler.free_slots) == list(range(engine.max_sequences))
     for sequence in engine.scheduler.running:
-        table = engine.scheduler.page_tables[sequence.slot]
-        assert table[: len(sequence.pages)].tolist() == sequence.pages
-        assert sequence.n_computed <= len(sequence.pages) * PAGE_SIZE
-        assert sequence.n_registered <= len(sequence.pages)
-    assert all(sequence.slot < 0 and not sequence.pages for sequence in engine.scheduler.waiting)
+        table = engine.scheduler.block_tables[sequence.slot]
+        assert table[: len(sequence.blocks)].tolist() == sequence.blocks
+        assert sequence.n_computed <= len(sequence.blocks) * BLOCK_SIZE
+        assert sequence.n_registered <= len(sequence.blocks)
+    assert all(sequence.slot < 0 and not sequence.blocks for sequence in engine.scheduler.waiting)
 
 
 @pytest.mark.parametrize(
-    ("n", "n_pages", "max_sequences", "max_batch", "n_states"),
+    ("n", "n_blocks", "max_sequences", "max_batch", "n_states"),
     [
         pytest.param(1000, 6, 4, 64, 0, marks=pytest.mark.slow), (250, 9, 16, 200, 0),
         pytest.param(250, 64, 8, 33, 0, marks=pytest.mark.slow), (250, 9, 16, 200, 12),
@@ -73,11 +73,11 @@ def check_pages(engine: Engine) -> None:
     ],
 )  # fmt: skip
 def test_a_thousand_requests_come_and_go(
-    monkeypatch: pytest.MonkeyPatch, n: int, n_pages: int, max_sequences: int, max_batch: int, n_states: int
+    monkeypatch: pytest.MonkeyPatch, n: int, n_blocks: int, max_sequences: int, max_batch: int, n_states: int
 ) -> None:
     """Check models with and without recurrent states, with slots for all prefixes or for very few."""
-    draw = random.Random(n_pages + 1)  # a seed with which everything checked at the end occurs
-    backend = FakeBackend(n_pages=n_pages, max_batch=max_batch, n_states=n_states)
+    draw = random.Random(n_blocks + 1)  # a seed with which everything checked at the end occurs
+    backend = FakeBackend(n_blocks=n_blocks, max_batch=max_batch, n_states=n_states)
     ticks = itertools.count()  # chunks depend on the time of steps, which must not be random
     monkeypatch.setattr(
         "hotset.engine.engine.time.perf_counter", lambda: 1e-4 * next(ticks) + 1e-3 * backend.n_tokens_seen
@@ -127,7 +127,7 @@ def test_a_thousand_requests_come_and_go(
         except RuntimeError:
             n_failed += 1
         backend.fail_at_step = None
-        check_pages(engine)
+        check_blocks(engine)
     reasons = Counter(sequence.finish_reason for sequence, *_ in asked + scored)
     assert set(reasons) == {"length", "cancelled", "timeout", "error"}
     assert min(reasons.values()) > 1
@@ -144,15 +144,15 @@ def test_a_thousand_requests_come_and_go(
     now = engine.counters()
     assert (now.finished, now.cancelled) == (reasons["length"], reasons["cancelled"])
     assert (now.failed, now.timed_out) == (reasons["error"], reasons["timeout"])
-    assert (now.running, now.waiting, now.pages_used) == (0, 0, 0)
+    assert (now.running, now.waiting, now.blocks_used) == (0, 0, 0)
     assert now.reused_tokens > 0
-    assert (now.preemptions > 0) == (n_pages < 64)
-    assert (engine.scheduler.page_tables == -1).all()
+    assert (now.preemptions > 0) == (n_blocks < 64)
+    assert (engine.scheduler.block_tables == -1).all()
 
 
 def test_threads_that_ask_and_leave_at_any_moment_get_their_own() -> None:
     """Check requests at random times: only their order depends on the machine."""
-    backend = FakeBackend(n_pages=12, max_batch=64)
+    backend = FakeBackend(n_blocks=12, max_batch=64)
     thread = EngineThread(Engine(backend, N_CTX, 6))
     wrong: list[str] = []
 
@@ -182,7 +182,7 @@ def test_threads_that_ask_and_leave_at_any_moment_get_their_own() -> None:
         each.join()
     assert not wrong
     with thread.exclusive() as engine:
-        check_pages(engine)
+        check_blocks(engine)
         assert engine.scheduler.pool.n_available == 12
         assert not engine.has_work
     thread.close()

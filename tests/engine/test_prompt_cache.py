@@ -18,7 +18,7 @@ from fake_backend import FakeBackend, drain, prompt
 from waiting import WATCHDOG, until
 
 from hotset import files
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.engine import prompt_cache as module
 from hotset.engine.blocks import HEAD_BYTES, Identity, states_to_store
 from hotset.engine.engine import Engine, ModelTraits
@@ -28,7 +28,7 @@ from hotset.engine.sequence import Sequence
 from hotset.errors import HotsetError, InvalidRequestError
 
 OTHER = Identity(b"o" * 16, "other", "f16", 100.0)
-BLOCK = HEAD_BYTES + FakeBackend.page_nbytes
+BLOCK = HEAD_BYTES + FakeBackend.block_nbytes
 
 
 def counts(engine: Engine) -> module.DiskCounts:
@@ -55,14 +55,14 @@ def test_an_answer_after_a_restart_is_the_same_and_computes_less(tmp_path: Path,
     with engine(tmp_path, n_states=n_states) as second:
         sequence = generate(second, prompt(n))
         assert sequence.tokens == expected
-        reused = (n - 1) // PAGE_SIZE * PAGE_SIZE
+        reused = (n - 1) // BLOCK_SIZE * BLOCK_SIZE
         assert sequence.n_reused == second.counters().restored_tokens == reused
         assert second.backend.n_tokens_seen == n + 39 - reused
         assert counts(second).blocks_damaged == 0
     with engine(tmp_path, n_states=n_states) as third:  # the conversation continues after its answer
         going_on = [*expected, *prompt(20, seed=9)]
         found = generate(third, going_on)
-        assert found.n_reused == (n + 39) // PAGE_SIZE * PAGE_SIZE
+        assert found.n_reused == (n + 39) // BLOCK_SIZE * BLOCK_SIZE
     with engine(None, n_states=n_states) as plain:
         assert generate(plain, going_on).tokens == found.tokens
 
@@ -77,16 +77,16 @@ def test_prompt_with_an_early_change_reuses_the_part_before(tmp_path: Path, n_st
     with engine(tmp_path, n_states=n_states) as second:
         found = generate(second, changed)
         assert found.tokens == expected
-        assert found.n_reused == (3 * PAGE_SIZE if not n_states else second.counters().restored_tokens)
+        assert found.n_reused == (3 * BLOCK_SIZE if not n_states else second.counters().restored_tokens)
 
 
 @pytest.mark.parametrize("n_states", [0, 10])
-@pytest.mark.parametrize("n_pages", [8, 12, 40])
+@pytest.mark.parametrize("n_blocks", [8, 12, 40])
 def test_batches_with_too_little_room_are_the_same_after_restarts(
-    tmp_path: Path, n_pages: int, n_states: int
+    tmp_path: Path, n_blocks: int, n_states: int
 ):
     """Check preempted and waiting sequences, with half of a prefix in memory and half on the disk."""
-    options: dict[str, Any] = {"n_ctx": 8 * PAGE_SIZE, "n_pages": n_pages, "n_states": n_states}
+    options: dict[str, Any] = {"n_ctx": 8 * BLOCK_SIZE, "n_blocks": n_blocks, "n_states": n_states}
     prompts = [[*prompt(130), *prompt(40 + 30 * i, seed=i)] for i in range(7)]
     with engine(None, **options) as plain:
         alone = [generate(plain, each, seed=i).tokens for i, each in enumerate(prompts)]
@@ -98,7 +98,7 @@ def test_batches_with_too_little_room_are_the_same_after_restarts(
             ]
             drain(found)
             assert [sequence.tokens for sequence in each_of] == alone
-            assert n_states or found.counters().restored_tokens >= (2 * PAGE_SIZE if restart else 0)
+            assert n_states or found.counters().restored_tokens >= (2 * BLOCK_SIZE if restart else 0)
             assert counts(found).blocks_damaged == 0
 
 
@@ -128,7 +128,7 @@ def test_a_damaged_block_is_a_miss_and_is_written_again(tmp_path: Path, damage: 
     for n_healed in range(5):  # each restart finds the first damaged one
         with engine(tmp_path) as again:
             found = generate(again, prompt(300))
-            assert (found.tokens, found.n_reused) == (expected, n_healed * PAGE_SIZE)
+            assert (found.tokens, found.n_reused) == (expected, n_healed * BLOCK_SIZE)
             assert counts(again).blocks_damaged == (n_healed < 4)
     assert [path for path in whole if path.read_bytes() != whole[path]] == [last]
 
@@ -174,7 +174,7 @@ def test_thresholded_tokens_are_other_blocks(tmp_path: Path):
     with engine(tmp_path, traits=ModelTraits(thresholded="answers")) as first:
         whole = generate(first, prompt(100), max_tokens=200).tokens
     with engine(tmp_path, traits=ModelTraits(thresholded="answers")) as second:
-        assert generate(second, whole).n_reused == PAGE_SIZE  # the block with only prompt tokens
+        assert generate(second, whole).n_reused == BLOCK_SIZE  # the block with only prompt tokens
 
 
 def test_prefix_not_to_be_reused_is_not_stored(tmp_path: Path):
@@ -204,7 +204,7 @@ def test_directory_keeps_its_limit_and_the_latest_blocks(tmp_path: Path, n_state
             assert size_of(tmp_path) <= limit
         assert counts(made).blocks_evicted > 0
     with engine(tmp_path, limit=limit, n_states=n_states) as again:
-        assert generate(again, prompt(300, 11)).n_reused == 4 * PAGE_SIZE
+        assert generate(again, prompt(300, 11)).n_reused == 4 * BLOCK_SIZE
         assert generate(again, prompt(300, 0)).n_reused == 0
         assert again.scheduler.prompt_cache is not None
         again.scheduler.prompt_cache.flush()
@@ -216,7 +216,7 @@ def test_a_sequence_larger_than_the_limit_keeps_its_beginning(tmp_path: Path):
         generate(made, prompt(400))
     assert 1 <= len(stored(tmp_path)) <= 3
     with engine(tmp_path, limit=3 * BLOCK) as again:
-        assert generate(again, prompt(400)).n_reused == len(stored(tmp_path)) * PAGE_SIZE
+        assert generate(again, prompt(400)).n_reused == len(stored(tmp_path)) * BLOCK_SIZE
 
 
 def test_blocks_that_are_cheaper_to_compute_are_deleted_first(tmp_path: Path):
@@ -256,7 +256,7 @@ def test_the_end_of_a_prefix_is_deleted_before_its_beginning(tmp_path: Path):
             sequence = made.prepare(prompt(450), SamplingParams(seed=1))
             reading = made.scheduler._sought(sequence, made.scheduler.prompt_cache)
             until(lambda reading=reading: reading.is_done, "the blocks are not read")
-            assert len(reading.found.pages) == min(now, 7)
+            assert len(reading.found.blocks) == min(now, 7)
 
 
 def test_a_limit_below_a_block_is_refused(tmp_path: Path):
@@ -329,7 +329,7 @@ with engine(Path(sys.argv[1])) as made:
         expected = generate(plain, prompt(300)).tokens
     with engine(tmp_path) as again:
         found = generate(again, prompt(300))
-        assert (found.tokens, found.n_reused) == (expected, n_whole * PAGE_SIZE)
+        assert (found.tokens, found.n_reused) == (expected, n_whole * BLOCK_SIZE)
         assert counts(again).blocks_damaged == 0
     assert len(stored(tmp_path)) == 5
     for path in tmp_path.glob("*/.*.tmp"):  # its remains are deleted an hour later
@@ -386,7 +386,7 @@ def test_running_answers_continue_while_blocks_are_read(tmp_path: Path, monkeypa
         may_read.set()
         drain(made)
         assert waiting.tokens == twice.tokens == expected
-        assert made.counters().restored_tokens == 4 * PAGE_SIZE
+        assert made.counters().restored_tokens == 4 * BLOCK_SIZE
 
 
 def drain_until(engine: Engine, sequence: Sequence) -> None:
@@ -394,21 +394,21 @@ def drain_until(engine: Engine, sequence: Sequence) -> None:
         engine.step()
 
 
-def test_a_page_that_is_used_again_while_it_is_copied_is_not_stored(
+def test_a_block_that_is_used_again_while_it_is_copied_is_not_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with engine(tmp_path, n_states=12) as made:
-        read, n_read = made.backend.read_page, 0
+        read, n_read = made.backend.read_block, 0
 
-        def evicted(page: int) -> bytes:
+        def evicted(block: int) -> bytes:
             nonlocal n_read
             n_read += 1
-            data = read(page)
+            data = read(block)
             if n_read == 3:
                 made.scheduler.pool.clear()
             return data
 
-        monkeypatch.setattr(made.backend, "read_page", evicted)
+        monkeypatch.setattr(made.backend, "read_block", evicted)
         made.enqueue(made.prepare(prompt(300), SamplingParams(seed=1, max_tokens=40)))
         drain(made)
     assert len(blocks(tmp_path, "kv")) == 2
@@ -443,7 +443,7 @@ def test_a_forked_process_has_threads_of_its_own(tmp_path: Path):
         cache._process = 0  # as after a fork
         made.reset()
         found = generate(made, prompt(300))
-        assert (found.tokens, found.n_reused) == (expected, 4 * PAGE_SIZE)
+        assert (found.tokens, found.n_reused) == (expected, 4 * BLOCK_SIZE)
 
 
 def test_only_the_owner_can_read_files(tmp_path: Path):
@@ -457,7 +457,7 @@ def test_only_the_owner_can_read_files(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("kept", "end_of_prompt", "pages_of_state", "expected"),
+    ("kept", "end_of_prompt", "blocks_of_state", "expected"),
     [
         ([], 3, 1, []),
         ([0, 1, 2, 3], 1, 1, [0, 1, 2, 3]),
@@ -466,11 +466,11 @@ def test_only_the_owner_can_read_files(tmp_path: Path):
         ([5, 9], 7, 100, [5, 9]),
     ],
 )
-def test_states_take_no_more_room_than_the_pages_between_them(
-    kept: list[int], end_of_prompt: int, pages_of_state: int, expected: list[int]
+def test_states_take_no_more_room_than_the_blocks_between_them(
+    kept: list[int], end_of_prompt: int, blocks_of_state: int, expected: list[int]
 ):
     class Memory(FakeBackend):
-        page_nbytes = 10
-        state_nbytes = 10 * pages_of_state
+        block_nbytes = 10
+        state_nbytes = 10 * blocks_of_state
 
     assert sorted(states_to_store(kept, end_of_prompt, Memory())) == expected

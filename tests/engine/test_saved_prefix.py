@@ -11,7 +11,7 @@ import pytest
 from cached_engines import MODEL, engine, generate
 from fake_backend import drain, prompt
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.engine.blocks import HEAD_BYTES, Kind, encoded
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
@@ -50,7 +50,7 @@ def test_session_continues_where_it_ended(tmp_path: Path, n_states: int):
         pool = second.scheduler.pool
         files.erase(found.prefix)
         assert generate(second, prompt(300)).n_reused == 0
-        assert pool.n_available == pool.n_pages
+        assert pool.n_available == pool.n_blocks
 
 
 @pytest.mark.parametrize("n_states", [0, 12])
@@ -62,8 +62,8 @@ def test_damaged_block_ends_the_found_prefix(tmp_path: Path, n_states: int, at: 
         tokens = generate(first, prompt(300)).tokens
         files.save(path, first.slots[0])
         data = path.read_bytes()
-        assert len(files.read(path).found.pages) == 5
-    block = HEAD_BYTES + first.backend.page_nbytes
+        assert len(files.read(path).found.blocks) == 5
+    block = HEAD_BYTES + first.backend.block_nbytes
     n_states_bytes = 2 * (HEAD_BYTES + first.backend.state_nbytes) if n_states else 0
     begin = len(data) - 5 * block - n_states_bytes
     with engine(None, n_states=n_states) as second:
@@ -73,9 +73,9 @@ def test_damaged_block_ends_the_found_prefix(tmp_path: Path, n_states: int, at: 
         for contents in (bytes(damaged), data[: begin + at * block + 7]):
             path.write_bytes(contents)
             found = files.read(path)
-            n = len(found.found.pages)
+            n = len(found.found.blocks)
             assert n in ((at,) if not n_states else (0, 4, 5))
-            assert files.restore(found) == n * PAGE_SIZE
+            assert files.restore(found) == n * BLOCK_SIZE
             assert generate(second, prompt(300)).tokens == tokens
             second.scheduler.pool.clear()
 
@@ -123,7 +123,7 @@ def test_hostile_beginning_is_not_a_session(tmp_path: Path, beginning: Any):
             files_of(made).read(path)
     path.write_bytes(encoded(MODEL.digest, Kind.session, bytes(32), json.dumps(GOOD).encode()))
     with engine(None) as made:
-        assert files_of(made).read(path).prefix.n_pages == 0
+        assert files_of(made).read(path).prefix.n_blocks == 0
 
 
 def test_session_of_another_model_keeps_the_messages(tmp_path: Path):
@@ -134,7 +134,7 @@ def test_session_of_another_model_keeps_the_messages(tmp_path: Path):
         files.save(path, made.slots[0], ABOUT)
         other = replace(files, identity=replace(MODEL, digest=b"o" * 16))
         found = other.read(path)
-        assert (found.about, found.prefix, found.found.pages, found.is_of_model) == (
+        assert (found.about, found.prefix, found.found.blocks, found.is_of_model) == (
             ABOUT,
             NO_PREFIX,
             (),
@@ -150,11 +150,11 @@ def test_beginning_without_history_is_short(tmp_path: Path):
         files = files_of(made)
         generate(made, prompt(300))
         files.save(path, made.slots[0], {"text": "x" * (16 * made.n_ctx + (64 << 10))})
-        assert files.read(path).prefix.n_pages
+        assert files.read(path).prefix.n_blocks
         with pytest.raises(FormatError):
             files.read(path, about_bytes=0)
         files.save(path, made.slots[0])
-        assert files.read(path, about_bytes=0).prefix.n_pages
+        assert files.read(path, about_bytes=0).prefix.n_blocks
         other = replace(files, identity=replace(MODEL, digest=b"o" * 16))
         path.write_bytes(path.read_bytes()[:HEAD_BYTES])
         assert not other.read(path, about_bytes=0).is_of_model
@@ -166,9 +166,9 @@ def test_a_session_larger_than_the_cache_is_found_in_part(tmp_path: Path):
         files = files_of(first)
         generate(first, prompt(400))
         files.save(path, first.slots[0])
-    with engine(None, n_ctx=4 * PAGE_SIZE, n_pages=4) as small:
+    with engine(None, n_ctx=4 * BLOCK_SIZE, n_blocks=4) as small:
         files = files_of(small)
-        assert files.restore(files.read(path)) == 4 * PAGE_SIZE
+        assert files.restore(files.read(path)) == 4 * BLOCK_SIZE
 
 
 def test_session_replaces_only_regular_files(tmp_path: Path):
@@ -184,5 +184,5 @@ def test_slots_keep_the_tokens_of_their_latest_answers(tmp_path: Path):
         first.id_slot = 3
         made.enqueue(made.prepare(prompt(200), params))
         drain(made)
-        assert {slot: prefix.n_pages for slot, prefix in slots.items()} == {3: 1, 1: 3}
-        assert slots[3].tokens == prompt(100)[:PAGE_SIZE]
+        assert {slot: prefix.n_blocks for slot, prefix in slots.items()} == {3: 1, 1: 3}
+        assert slots[3].tokens == prompt(100)[:BLOCK_SIZE]

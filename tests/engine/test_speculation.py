@@ -13,7 +13,7 @@ import pytest
 from drafters import Guesser, steady
 from fake_backend import FakeBackend, drain, fake_logits, prompt
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.engine.draft_model import draw
 from hotset.engine.engine import Engine
 from hotset.engine.lookup import LookupDrafter, LookupText
@@ -97,8 +97,8 @@ def eight_alone() -> list[Sequence]:
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"n_states": 200}, {"n_states": 20}, {"n_pages": 9}, {"n_pages": 6, "n_states": 18},
-        {"max_batch": 5}, {"max_sequences": 2, "n_pages": 7},
+        {}, {"n_states": 200}, {"n_states": 20}, {"n_blocks": 9}, {"n_blocks": 6, "n_states": 18},
+        {"max_batch": 5}, {"max_sequences": 2, "n_blocks": 7},
     ],
 )  # fmt: skip
 def test_any_draft_gives_the_same_tokens_and_logprobs(right: float, options: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ def test_any_draft_gives_the_same_tokens_and_logprobs(right: float, options: dic
     assert now.generated_tokens == now.answer_steps + now.accepted_tokens
     assert (now.accepted_tokens > 0) == (right > 0)
     assert guesser.forgotten == set(found)
-    assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
+    assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_blocks
     if engine.scheduler.states is not None:
         assert engine.scheduler.states.n_available == engine.backend.n_states
 
@@ -161,21 +161,21 @@ def test_end_of_an_answer_works_inside_a_draft(seed: int) -> None:
     assert (sequence.tokens, sequence.finish_reason) == (expected.tokens, "stop")
 
 
-def test_pages_of_rejected_tokens_hold_no_prefix() -> None:
+def test_blocks_of_rejected_tokens_hold_no_prefix() -> None:
     """Check that an answer's part of the cache is found again, and consists of the generated tokens."""
-    tokens = prompt(PAGE_SIZE - 5)
+    tokens = prompt(BLOCK_SIZE - 5)
     expected = alone(tokens, seed=4, max_tokens=150)
     engine, _ = speculating({tuple(tokens): expected.generated}, 0.8)
     sequence = engine.enqueue(engine.prepare(tokens, SamplingParams(seed=4, max_tokens=150)))
     while sequence.finish_reason is None:
         engine.step()
-        assert len(sequence.pages) <= -(-len(sequence.tokens) // PAGE_SIZE)
+        assert len(sequence.blocks) <= -(-len(sequence.tokens) // BLOCK_SIZE)
         assert sequence.finish_reason or sequence.n_missing == 1
     longer = [*sequence.tokens, 1, 2]
     engine.speculator = engine.scheduler.speculator = None
     again = engine.enqueue(engine.prepare(longer, SamplingParams(seed=5, max_tokens=20)))
     drain(engine)
-    assert again.n_reused == (len(sequence.tokens) - 1) // PAGE_SIZE * PAGE_SIZE
+    assert again.n_reused == (len(sequence.tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
     assert again.tokens == alone(longer, seed=5, max_tokens=20).tokens
 
 
@@ -303,12 +303,12 @@ def test_a_failing_draw_ends_one_sequence_with_its_tokens_before() -> None:
     assert isinstance(events[-1].error, ValueError)
 
 
-def test_no_draft_takes_a_page_that_another_would_lose_its_own_for() -> None:
+def test_no_draft_takes_a_block_that_another_would_lose_its_own_for() -> None:
     asked = [(prompt(50, seed=i), i) for i in range(3)]
     expected = [alone(tokens, seed=i, max_tokens=70) for tokens, i in asked]
     answers = {tuple(e.tokens[: e.n_prompt]): e.generated for e in expected}
     for right in (0.0, 1.0):
-        engine, _ = speculating(answers, right, n_pages=6)
+        engine, _ = speculating(answers, right, n_blocks=6)
         found = [engine.enqueue(engine.prepare(t, SamplingParams(seed=i, max_tokens=70))) for t, i in asked]
         drain(engine)
         assert [one.tokens for one in found] == [one.tokens for one in expected]

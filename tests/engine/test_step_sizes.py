@@ -28,7 +28,7 @@ def test_the_median_of_steps_that_take_turns(
             now[0] += (10 + len(batch.tokens) + 500 * (len(self.batches) == 9)) / 1e3
             return super().step(batch)
 
-    backend = Clocked(n_pages=3, max_batch=40, n_states=n_states)
+    backend = Clocked(n_blocks=3, max_batch=40, n_states=n_states)
     found = measure_steps(backend, [1, 4, 8], depth=depth, repetitions=3)
     assert [time.n_tokens for time in found] == [1, 4, 8]
     assert [time.ms for time in found] == pytest.approx([11, 14, 18])
@@ -40,4 +40,4 @@ def test_the_median_of_steps_that_take_turns(
 @pytest.mark.parametrize(("sizes", "depth"), [([1, 41], 0), ([0], 0), ([1, 30], 170)])
 def test_a_size_that_does_not_fit_is_an_error(sizes: list[int], depth: int) -> None:
     with pytest.raises(InvalidRequestError, match="a step must have 1 to"):
-        measure_steps(FakeBackend(n_pages=3, max_batch=40), sizes, depth=depth)
+        measure_steps(FakeBackend(n_blocks=3, max_batch=40), sizes, depth=depth)

@@ -45,16 +45,16 @@ def test_bits_equal_the_original(tmp_path: Path, model: str, type_: GGMLType, di
         with pytest.raises(InvalidRequestError, match="nothing to bundle"):
             bundled(gguf)
         return
-    ids, pages = tokens(24), [2, 0]
-    expected = logits_of(cpu(gguf, "dense"), ids, [], pages)
+    ids, blocks = tokens(24), [2, 0]
+    expected = logits_of(cpu(gguf, "dense"), ids, [], blocks)
     other = bundled(gguf)
     assert other.tensors["blk.1.ffn_up.weight"].stride
     for info in gguf.tensors.values():
         np.testing.assert_array_equal(gguf.data(info.name), other.data(info.name))
     for mode in ("dense", "exact"):
-        np.testing.assert_array_equal(logits_of(cpu(other, mode), ids, ONE_BY_ONE, pages), expected)
+        np.testing.assert_array_equal(logits_of(cpu(other, mode), ids, ONE_BY_ONE, blocks), expected)
         backend, weights = stored(other, mode, 0.2)
-        np.testing.assert_array_equal(logits_of(backend, ids, ONE_BY_ONE, pages), expected)
+        np.testing.assert_array_equal(logits_of(backend, ids, ONE_BY_ONE, blocks), expected)
         assert weights.counts().misses > 0
 
 
@@ -64,12 +64,12 @@ SHARED = {**FORMS["shared"], **FORMS["relu"]}  # experts and neurons, which coul
 @pytest.mark.parametrize("form", ["mixed", "biased", "neuron-major", "many", "shared relu"])
 def test_experts_are_one_read(tmp_path: Path, form: str) -> None:
     gguf = write_experts(tmp_path, **FORMS.get(form, SHARED))
-    ids, pages = tokens(24), [2, 0]
-    expected = logits_of(cpu(gguf, "dense"), ids, [], pages)
+    ids, blocks = tokens(24), [2, 0]
+    expected = logits_of(cpu(gguf, "dense"), ids, [], blocks)
     other = bundled(gguf)
-    np.testing.assert_array_equal(logits_of(cpu(other, "dense"), ids, [], pages), expected)
+    np.testing.assert_array_equal(logits_of(cpu(other, "dense"), ids, [], blocks), expected)
     backend, _ = stored(other, "dense", 0.0)
-    np.testing.assert_array_equal(logits_of(backend, ids, ONE_BY_ONE, pages), expected)
+    np.testing.assert_array_equal(logits_of(backend, ids, ONE_BY_ONE, blocks), expected)
 
 
 def reads_of_a_neuron(gguf: GGUFFile) -> float:

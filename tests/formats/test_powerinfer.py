@@ -52,7 +52,7 @@ def run(gguf: GGUFFile, mode: str, *taps: str, **options: Any) -> tuple[StepResu
     """Run the whole prompt in one step, with the predictor in the file (mode "predicted") or without."""
     config = config_from_gguf(gguf)
     predictor = Predictor("mlp", (config.sparse_threshold,) * config.n_layer) if mode == "predicted" else None
-    backend = ReferenceBackend(gguf, describe(config, gguf.tensors, predictor), n_pages=2, **options)
+    backend = ReferenceBackend(gguf, describe(config, gguf.tensors, predictor), n_blocks=2, **options)
     n = len(TOKENS)
     arrays = (TOKENS, np.arange(n), np.zeros(n), [[1, 0]], np.arange(n))
     result = backend.step(Batch(*(np.array(a, np.int32) for a in arrays), taps=taps))
@@ -243,7 +243,7 @@ def test_neurons_that_are_always_computed_have_no_score(tmp_path: Path) -> None:
         assert "blk.0.ffn_pred" not in names
         assert "blk.0.ffn_masked" not in names
         assert next(v.width for v in graph.values if v.name == "blk.1.ffn_pred_h") == rank
-        backend = ReferenceBackend(gguf, graph, n_pages=1)
+        backend = ReferenceBackend(gguf, graph, n_blocks=1)
         taps = ("blk.1.ffn_act", "blk.1.ffn_masked", "blk.1.ffn_pred")
         arrays = (TOKENS[:20], np.arange(20), np.zeros(20), [[0]], [])
         found = backend.step(Batch(*(np.array(a, np.int32) for a in arrays), taps=taps)).taps

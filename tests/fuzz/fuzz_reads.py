@@ -134,7 +134,7 @@ def attack(
             if b > a + room:
                 report.problems.append(f"{name}: {a} before, {b} after")
         if under.engine.has_work or under.engine.scheduler.pool.n_available != n_free:
-            report.problems.append(f"pages: {n_free} before, {under.engine.scheduler.pool.n_available} after")
+            report.problems.append(f"blocks: {n_free}, then {under.engine.scheduler.pool.n_available}")
         for prompt, text in zip(prompts, texts, strict=True):
             if list(under.generate(prompt, **options).tokens) != text:
                 report.problems.append("wrong without faults, after them")

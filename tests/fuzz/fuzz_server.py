@@ -312,7 +312,7 @@ def settled(storm: Storm, process: psutil.Process) -> dict[str, float]:
     end = time.monotonic() + 60
     busy = (
         "hotset_answers_open", "hotset_sequences_running", "hotset_sequences_waiting",
-        "hotset_cache_pages_used",
+        "hotset_cache_blocks_used",
     )  # fmt: skip
     while True:
         text = storm.request("GET", "/metrics")[2]

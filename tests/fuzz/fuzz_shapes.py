@@ -36,7 +36,7 @@ from derived_bounds import Oracle
 from tiny_gguf import write_llama, write_relu
 
 from hotset import _core
-from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.base import BLOCK_SIZE, Batch
 from hotset.convert.hf import convert_hf
 from hotset.convert.reorder import reorder
 from hotset.errors import InvalidRequestError
@@ -321,10 +321,10 @@ def draw(rng: np.random.Generator, folder: Path) -> Case:
     )
 
 
-def steps(rng: np.random.Generator, case: Case, pages: list[list[int]], max_batch: int, patience: int) -> Any:
+def steps(rng: np.random.Generator, case: Case, blocks: list[Any], max_batch: int, patience: int) -> Any:
     """Yield random batches of the case's tokens, each with the (sequence, position) of each logits row."""
     done, n_steps = [0] * len(case.sequences), np.zeros(len(case.sequences), int)
-    width = max(len(p) for p in pages)
+    width = max(len(p) for p in blocks)
     for _ in range(100_000):
         waiting = [i for i in rng.permutation(len(done)).tolist() if done[i] < len(case.sequences[i])]
         if not waiting:
@@ -340,7 +340,7 @@ def steps(rng: np.random.Generator, case: Case, pages: list[list[int]], max_batc
             room -= n
         table = np.full((len(parts), width), -1, np.int32)
         for row, (i, _, _) in enumerate(parts):
-            table[row, : len(pages[i])] = pages[i]
+            table[row, : len(blocks[i])] = blocks[i]
         tokens = np.concatenate([case.sequences[i][at : at + n] for i, at, n in parts])
         owners = np.concatenate([np.full(n, row, np.int32) for row, (_, _, n) in enumerate(parts)])
         where = [(i, position) for i, at, n in parts for position in range(at, at + n)]
@@ -399,24 +399,23 @@ def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None
         config = config_from_gguf(gguf)
         every = tuple(value.name for value in graph.values)
         most_tapped = max(1, ORACLE_ROWS // (config.n_head * config.n_layer))
-        n_pages = sum(-(-len(s) // PAGE_SIZE) for s in case.sequences)
+        n_blocks = sum(-(-len(s) // BLOCK_SIZE) for s in case.sequences)
         common: dict[str, Any] = {
-            "n_pages": n_pages, "kv_type": case.kv_type, "n_states": 2 * len(case.sequences),
+            "n_blocks": n_blocks, "kv_type": case.kv_type, "n_states": 2 * len(case.sequences),
         }  # fmt: skip
         common |= {"max_batch": case.max_batch}
 
         def run(source: Any, graph: Graph, tapped: bool, **options: Any) -> dict[tuple[int, int], np.ndarray]:
             """Return the logits by sequence and position."""
-            free = iter(rng.permutation(n_pages).tolist())
-            pages = [list(itertools.islice(free, -(-len(s) // PAGE_SIZE))) for s in case.sequences]
-            given = {
-                **common, "channel_rates": dict.fromkeys(GGMLType, float(one_of(rng, 0.5, 100.0))), **options,
-            }  # fmt: skip
+            free = iter(rng.permutation(n_blocks).tolist())
+            blocks = [list(itertools.islice(free, -(-len(s) // BLOCK_SIZE))) for s in case.sequences]
+            rates = dict.fromkeys(source.tensors, float(one_of(rng, 0.5, 100.0)))
+            given = {**common, "channel_rates": rates, **options}
             backend = cpu_backend(source, graph, **given)
             oracle = Oracle(weights, graph, **common)
             room, rows = most_tapped, {}
             try:
-                for batch, where in steps(rng, case, pages, given["max_batch"], 10):
+                for batch, where in steps(rng, case, blocks, given["max_batch"], 10):
                     if tapped and room > 0:
                         room -= len(batch.tokens)
                         batch = replace(batch, taps=every)

@@ -50,7 +50,7 @@ SLOW_S = 10.0
 ROOM = 400 << 20  # beyond what this process has already
 RUN = ("he", "-n", 2, "--temp", 0, "-c", 64, "-t", 1, "--device", "cpu")
 SIZES: dict[str, Any] = {"n_vocab": 259, "n_ff": 64}
-PROMPT = "a text of more than two pages of the cache; " * 4
+PROMPT = "a text of more than two blocks of the cache; " * 4
 MODELFILE = """FROM cut.gguf
 SYSTEM \"\"\"Answer
 in one sentence.\"\"\"

@@ -36,7 +36,7 @@ def test_a_wrong_result_of_any_operation_is_found(tmp_path: Path, type_: GGMLTyp
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     step = batch([(tokens(6), 0, [0])], tuple(value.name for value in graph.values))
     found = cpu(gguf).step(step)
-    Oracle(gguf, graph, n_pages=1, kv_type="f16").check(step, found)
+    Oracle(gguf, graph, n_blocks=1, kv_type="f16").check(step, found)
     for name, values in found.taps.items():
         wrong = values.copy()
         # Relative to the largest number: errors of small numbers may be within the bounds of their sums.
@@ -44,4 +44,4 @@ def test_a_wrong_result_of_any_operation_is_found(tmp_path: Path, type_: GGMLTyp
         wrong[at] *= np.float32(1.0001)
         spoilt = replace(found, taps={**found.taps, name: wrong})
         with pytest.raises(AssertionError, match="off by"):
-            Oracle(gguf, graph, n_pages=1, kv_type="f16").check(step, spoilt)
+            Oracle(gguf, graph, n_blocks=1, kv_type="f16").check(step, spoilt)

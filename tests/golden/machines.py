@@ -202,4 +202,4 @@ def _measured(facts: dict[str, Any], home: Path) -> Iterator[tuple[str, Any]]:
 
 def _channel_rates(facts: dict[str, Any]) -> Any:
     rates = ChannelRates(**facts["channels"])
-    return lambda works, *_, **__: {work.type: rates for work in works}
+    return lambda works, *_, **__: {work.kind: rates for work in works}

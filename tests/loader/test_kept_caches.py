@@ -15,7 +15,7 @@ from byte_models import write_model, write_sparse
 from waiting import WATCHDOG
 
 import hotset
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.errors import InvalidRequestError
 from hotset.generation import Completion
 from hotset.loader import prompt_cache
@@ -80,7 +80,7 @@ def test_a_conversation_over_restarts_is_the_same_bits(
         found, reused = conversation(path, tmp_path / "cache", **how)
         assert found == expected
         assert none == [0, 0]
-        assert reused == [3 * PAGE_SIZE if restart else 0, 4 * PAGE_SIZE if restart else 3 * PAGE_SIZE]
+        assert reused == [3 * BLOCK_SIZE if restart else 0, 4 * BLOCK_SIZE if restart else 3 * BLOCK_SIZE]
 
 
 @pytest.mark.parametrize("recipe", ["lfm2", "qwen3next", "rwkv7"])
@@ -93,7 +93,7 @@ def test_a_model_with_states_over_restarts_is_the_same_bits(
     for restart in range(2):
         found, reused = conversation(path, tmp_path, n_threads=1 + restart)
         assert found == expected
-        assert reused == ([3 * PAGE_SIZE, 4 * PAGE_SIZE] if restart else [0, 3 * PAGE_SIZE])
+        assert reused == ([3 * BLOCK_SIZE, 4 * BLOCK_SIZE] if restart else [0, 3 * BLOCK_SIZE])
 
 
 def test_a_killed_process_leaves_a_cache_that_serves(path: Path, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ with hotset.load(sys.argv[1], device="cpu", n_threads=1, n_ctx=512, cache_dir=sy
     with hotset.load(path, **SMALL) as plain, hotset.load(path, **SMALL, cache_dir=tmp_path) as model:
         found = answer(model, PROMPT)
         assert bits(found) == bits(answer(plain, PROMPT))
-        assert found.timings.reused_tokens == 2 * PAGE_SIZE
+        assert found.timings.reused_tokens == 2 * BLOCK_SIZE
 
 
 def digest(path: Path, **how: Any) -> bytes:

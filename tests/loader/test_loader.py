@@ -10,7 +10,7 @@ import pytest
 from tiny_gguf import write_llama
 
 from hotset import LoadSettings
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.errors import OutOfMemoryError
 from hotset.formats.overlay import Overlay
 from hotset.loader.build import open_model
@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_the_default_context_has_a_quarter_of_the_free_memory(path: Path) -> None:
     roomy = decided(path, math.inf)
-    assert (roomy.n_ctx, roomy.n_pages, roomy.limit) == (4096, 4096 // PAGE_SIZE, None)
+    assert (roomy.n_ctx, roomy.n_blocks, roomy.limit) == (4096, 4096 // BLOCK_SIZE, None)
     each = roomy.cost.kv_bytes_per_token("f16")
     for n, expected in ((8192, 8192), (8191, 8128), (1000, 960), (512, 512)):  # whole pages
         assert decided(path, 4 * n * each).n_ctx == expected

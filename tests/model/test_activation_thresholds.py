@@ -45,9 +45,6 @@ from hotset.placement import channel_rates
 from hotset.placement.channels import ChannelRates
 from hotset.sparsity.thresholds import BaseMode, thresholds_path
 
-ANY_SHARE = dict.fromkeys(T, 100.0)  # rates at which channels are read whatever their number
-
-
 # ---- the graph
 
 
@@ -66,7 +63,7 @@ def test_thresholded_values(tmp_path: Path, architecture: str, case: str) -> Non
     weights, graph = graph_of(gguf, CASES[case])
     found = [op for op in graph.primitives if isinstance(op, Threshold)]
     assert len(found) == 2 * (5 if case == "every" else 1)
-    backend = ReferenceBackend(weights, graph, n_pages=8)
+    backend = ReferenceBackend(weights, graph, n_blocks=8)
     ids, thresholded = tokens(24), np.arange(24) % 3 > 0
     names = tuple(name for op in found for name in (op.x.name, op.out.name))
     taps = backend.step(replace(batch([(ids, 0, [0])], names), thresholded=thresholded)).taps
@@ -84,7 +81,7 @@ def test_only_gates_of_experts_have_thresholds(tmp_path: Path) -> None:
             graph_of(gguf, layer_thresholds)
     weights, graph = graph_of(gguf, LayerThresholds(gate=0.1))
     op = next(op for op in graph.primitives if isinstance(op, Threshold))
-    backend = ReferenceBackend(weights, graph, n_pages=8)
+    backend = ReferenceBackend(weights, graph, n_blocks=8)
     ids, thresholded = tokens(24), np.arange(24) % 3 > 0
     taps = backend.step(
         replace(batch([(ids, 0, [0])], (op.x.name, op.out.name)), thresholded=thresholded)
@@ -105,7 +102,7 @@ def test_the_reference_agrees_on_cut_experts(tmp_path: Path, kind: str) -> None:
     ids, thresholded = tokens(24), np.arange(24) % 3 > 0
     every = replace(batch([(ids, 0, [0])], tuple(v.name for v in graph.values)), thresholded=thresholded)
     found = cpu(gguf, OF_EXPERTS, kv_type="f32").step(every)
-    Oracle(weights, graph, n_pages=8, kv_type="f32").check(every, found)
+    Oracle(weights, graph, n_blocks=8, kv_type="f32").check(every, found)
     plain = run(cpu(gguf, OF_EXPERTS, kv_type="f32"), ids, thresholded)
     np.testing.assert_array_equal(found.logits, plain)
 
@@ -149,7 +146,7 @@ def test_the_reference_agrees(tmp_path: Path, architecture: str, case: str) -> N
     ids, thresholded = tokens(24), np.arange(24) % 3 > 0
     every = replace(batch([(ids, 0, [0])], tuple(v.name for v in graph.values)), thresholded=thresholded)
     found = cpu(gguf, CASES[case], kv_type="f32").step(every)
-    Oracle(weights, graph, n_pages=8, kv_type="f32").check(every, found)
+    Oracle(weights, graph, n_blocks=8, kv_type="f32").check(every, found)
     plain = run(cpu(gguf, CASES[case], kv_type="f32"), ids, thresholded)
     np.testing.assert_array_equal(found.logits, plain)
 
@@ -182,7 +179,9 @@ def test_channels_give_the_bits_of_rows_on_every_instruction_set(
     ids, thresholded = tokens(24), np.arange(24) % 5 > 1
     expected = run(cpu(gguf, EVERY, n_threads=1, sparse=False, isa="scalar"), ids, thresholded)
     for n_threads in (1, 2):
-        found = cpu(gguf, EVERY, n_threads=n_threads, isa=isa, channel_rates=ANY_SHARE)
+        found = cpu(
+            gguf, EVERY, n_threads=n_threads, isa=isa, channel_rates=dict.fromkeys(gguf.tensors, 100.0)
+        )
         np.testing.assert_array_equal(run(found, ids, thresholded, [*range(1, 24)]), expected)
 
 
@@ -196,7 +195,13 @@ def test_a_budget_of_memory_gives_the_same_bits(tmp_path: Path, type_: GGMLType)
     least = sizes_of(graph, weights.tensors, Use(sparse=True)).least_of_all
     stored = StoredWeights(weights, graph, least, Use(sparse=True), reader=_core.Reader(False, 2), gap=0)
     found = cpu_backend(
-        stored, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True, channel_rates=ANY_SHARE
+        stored,
+        graph,
+        n_blocks=8,
+        max_batch=128,
+        n_threads=2,
+        sparse=True,
+        channel_rates=dict.fromkeys(gguf.tensors, 100.0),
     )
     np.testing.assert_array_equal(run(found, ids, thresholded, [*range(1, 24)]), expected)
 
@@ -257,7 +262,9 @@ def test_large_matrices_are_added_up_from_lanes(tmp_path: Path, type_: GGMLType)
     ):
         expected = run(cpu(gguf, layer_thresholds, sparse=False), ids, thresholded)
         for n_threads in (1, 2, 9):
-            found = cpu(gguf, layer_thresholds, n_threads=n_threads, channel_rates={type_: 0.8})
+            found = cpu(
+                gguf, layer_thresholds, n_threads=n_threads, channel_rates=dict.fromkeys(gguf.tensors, 0.8)
+            )
             np.testing.assert_array_equal(run(found, ids, thresholded, [1, 2, 3]), expected)
 
 
@@ -288,7 +295,7 @@ def test_channels_of_zeroed_inputs_are_not_read(tmp_path: Path, type_: GGMLType)
 def test_which_tokens_are_cut_is_checked(tmp_path: Path) -> None:
     gguf, ids = write(tmp_path), tokens(4)
     weights, graph = graph_of(gguf, EVERY)
-    for backend in (cpu(gguf, EVERY), ReferenceBackend(weights, graph, n_pages=8)):
+    for backend in (cpu(gguf, EVERY), ReferenceBackend(weights, graph, n_blocks=8)):
         for thresholded in (np.ones(3, np.bool_), np.ones(4, np.int32)):
             with pytest.raises(InvalidRequestError, match="thresholded"):
                 backend.step(replace(batch([(ids, 0, [0])]), thresholded=thresholded))
@@ -314,7 +321,7 @@ class Watched(CpuBackend):
 
 def watched(gguf: GGUFFile, layer_thresholds: LayerThresholds = EVERY, **options: Any) -> Watched:
     weights, graph = graph_of(gguf, layer_thresholds)
-    given = {"n_pages": 16, "max_batch": 64, "n_threads": 1, "sparse": True, **options}
+    given = {"n_blocks": 16, "max_batch": 64, "n_threads": 1, "sparse": True, **options}
     return Watched(weights, graph, BackendOptions(**given))
 
 
@@ -365,7 +372,7 @@ def test_without_cuts_an_answer_is_reused(tmp_path: Path) -> None:
 def test_preempted_sequence_gives_the_same_tokens(tmp_path: Path) -> None:
     gguf, prompts = write(tmp_path), [tokens(60), tokens(61)[::-1], tokens(70)]
     alone = [answer(Engine(watched(gguf), 256, traits=ANSWERS), prompt, 80) for prompt in prompts]
-    engine = Engine(watched(gguf, n_pages=6), 256, traits=ANSWERS)
+    engine = Engine(watched(gguf, n_blocks=6), 256, traits=ANSWERS)
     running = [
         engine.enqueue(engine.prepare(prompt, SamplingParams(temperature=0, max_tokens=80)))
         for prompt in prompts

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from backend_runs import batch, cpu_backend, logits_of, tokens
 from sparse_runs import cpu, prepared, write
-from stored_weights import PAGES, graph_of, stored, streaming
+from stored_weights import BLOCKS, graph_of, stored, streaming
 
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
@@ -52,15 +52,15 @@ def test_a_router_before_attention_begins_the_reads(tmp_path: Path) -> None:
     graph, ids = graph_of(gguf), tokens(40)
     attention, begin, experts = places(graph)
     assert all(a < b < c for a, b, c in zip(begin, attention, experts, strict=True))
-    whole = cpu_backend(gguf, graph, n_pages=8, max_batch=128, n_threads=2)
-    expected = logits_of(whole, ids, [], PAGES)
+    whole = cpu_backend(gguf, graph, n_blocks=8, max_batch=128, n_threads=2)
+    expected = logits_of(whole, ids, [], BLOCKS)
     for share in (0.0, 0.3, 0.7):
         backend, weights = streaming(gguf, share)
         for splits in ([], list(range(1, 40))):
-            np.testing.assert_array_equal(logits_of(backend, ids, splits, PAGES), expected)
+            np.testing.assert_array_equal(logits_of(backend, ids, splits, BLOCKS), expected)
         assert weights.counts().misses > 0
         names = ("blk.1.ffn_route", "blk.0.attn_out", "blk.1.ffn_act")
-        step = batch([(ids, 0, PAGES)], tuple(n for n in names if n in {v.name for v in graph.values}))
+        step = batch([(ids, 0, BLOCKS)], tuple(n for n in names if n in {v.name for v in graph.values}))
         mine, others = backend.step(step), whole.step(step)
         for name in step.taps:
             np.testing.assert_array_equal(mine.taps[name], others.taps[name])
@@ -72,11 +72,11 @@ def test_shared_work_runs_while_experts_are_read(tmp_path: Path) -> None:
     graph, ids = graph_of(gguf), tokens(20)
     attention, begin, experts = places(graph)
     assert all(a < b < c - 1 for a, b, c in zip(attention, begin, experts, strict=True))
-    whole = cpu_backend(gguf, graph, n_pages=8, max_batch=128, n_threads=2)
+    whole = cpu_backend(gguf, graph, n_blocks=8, max_batch=128, n_threads=2)
     backend, _ = streaming(gguf, 0.4)
     for splits in ([], list(range(1, 20))):
         np.testing.assert_array_equal(
-            logits_of(backend, ids, splits, PAGES), logits_of(whole, ids, [], PAGES)
+            logits_of(backend, ids, splits, BLOCKS), logits_of(whole, ids, [], BLOCKS)
         )
 
 
@@ -89,11 +89,11 @@ def test_a_predictor_before_attention_begins_the_reads(
     _, graph = prepared(gguf, "predicted", predictor)
     attention, begin, neurons = places(graph)
     assert all(a < b < c for a, b, c in zip(begin, attention, neurons, strict=True))
-    expected = logits_of(cpu(gguf, "predicted", predictor), ids, [], PAGES)
+    expected = logits_of(cpu(gguf, "predicted", predictor), ids, [], BLOCKS)
     for share in (0.0, 0.3):
         backend, weights = stored(gguf, "predicted", share, predictor=predictor)
         for splits in ([], list(range(1, 24))):
-            np.testing.assert_array_equal(logits_of(backend, ids, splits, PAGES), expected)
+            np.testing.assert_array_equal(logits_of(backend, ids, splits, BLOCKS), expected)
         assert weights.counts().misses > 0
         backend.close()
 

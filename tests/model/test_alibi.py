@@ -32,11 +32,11 @@ def test_every_operation_is_the_references(alibi: GGUFFile) -> None:
 
 
 def test_the_same_bits_in_any_steps_and_on_any_instruction_set(alibi: GGUFFile) -> None:
-    ids, pages = tokens(128), [2, 0]
-    expected = logits_of(cpu(alibi, "dense", n_threads=1, isa="scalar"), ids, [], pages)
+    ids, blocks = tokens(128), [2, 0]
+    expected = logits_of(cpu(alibi, "dense", n_threads=1, isa="scalar"), ids, [], blocks)
     for isa in _core.available_isas():
         for splits in ([], ONE_BY_ONE, [3, 8, 70, 119]):
-            found = logits_of(cpu(alibi, "dense", isa=isa), ids, splits, pages)
+            found = logits_of(cpu(alibi, "dense", isa=isa), ids, splits, blocks)
             np.testing.assert_array_equal(found, expected)
 
 

@@ -61,7 +61,7 @@ def test_exact_is_dense_and_leaves_out_rows(bitnet: GGUFFile) -> None:
     for splits in ([], ONE_BY_ONE, [3, 8, 25, 39]):
         np.testing.assert_array_equal(logits_of(exact, ids, splits, [2, 0]), expected)
     ready, graph = prepared(bitnet, "exact")
-    theirs = ReferenceBackend(ready.weights, graph, n_pages=2, sparse=True)
+    theirs = ReferenceBackend(ready.weights, graph, n_blocks=2, sparse=True)
     for backend in (exact, theirs):
         backend.step(batch([(ids[:1], 0, [1])]))
     counted, wanted = exact.stats(), theirs.stats()
@@ -80,7 +80,7 @@ def test_every_operation_is_the_references(bitnet: GGUFFile) -> None:
 def test_a_device_computes_it(bitnet: GGUFFile, sparse: bool) -> None:
     ready, graph = prepared(bitnet, "exact")
     ids = tokens(40)
-    expected = logits_of(ReferenceBackend(ready.weights, graph, n_pages=1), ids, [], [0])
+    expected = logits_of(ReferenceBackend(ready.weights, graph, n_blocks=1), ids, [], [0])
     assert_close(logits_of(gpu(ready.weights, graph, sparse=sparse), ids, [7, 8, 9, 30], [0]), expected)
     assert not split_ffns(graph)  # the norm reads all neurons
 

@@ -138,8 +138,8 @@ def test_a_checkpoint_with_experts_that_there_are_not_is_refused(tmp_path: Path,
 def test_every_cache_holds_blocks(gguf: GGUFFile, kv_type: KVType) -> None:
     """Compare each operation with the reference; taps and chunks of any size do not change results."""
     graph, ids = describe(config_from_gguf(gguf), gguf.tensors), tokens(140)
-    backend = cpu_backend(gguf, graph, n_pages=4, n_states=2, max_batch=140, n_threads=2, kv_type=kv_type)
-    oracle = Oracle(gguf, graph, n_pages=4, kv_type=kv_type, n_states=2)
+    backend = cpu_backend(gguf, graph, n_blocks=4, n_states=2, max_batch=140, n_threads=2, kv_type=kv_type)
+    oracle = Oracle(gguf, graph, n_blocks=4, kv_type=kv_type, n_states=2)
     names, rows = tuple(value.name for value in graph.values), []
     for i, (at, end) in enumerate(((0, 66), (66, 67), (67, 140))):
         step = batch([(ids[at:end], at, [2, 0, 3])], names).with_states_of_rows(i)
@@ -150,13 +150,13 @@ def test_every_cache_holds_blocks(gguf: GGUFFile, kv_type: KVType) -> None:
     np.testing.assert_array_equal(np.concatenate(rows), whole)
 
 
-def test_pages_with_blocks_can_be_copied(gguf: GGUFFile) -> None:
+def test_blocks_with_blocks_can_be_copied(gguf: GGUFFile) -> None:
     graph, ids = describe(config_from_gguf(gguf), gguf.tensors), tokens(100)
-    one, other = (cpu_backend(gguf, graph, n_pages=3, n_states=2, kv_type="q8_0") for _ in range(2))
+    one, other = (cpu_backend(gguf, graph, n_blocks=3, n_states=2, kv_type="q8_0") for _ in range(2))
     step = batch([(ids[:90], 0, [2, 0])]).with_states_of_rows(0)
     one.step(step)
-    for page, to in ((2, 1), (0, 2)):
-        other.write_page(to, one.read_page(page))
+    for block, to in ((2, 1), (0, 2)):
+        other.write_block(to, one.read_block(block))
     assert step.saves is not None
     other.write_state(int(step.saves[-1]), one.read_state(int(step.saves[-1])))
     expected = one.step(batch([(ids[90:], 90, [2, 0])]).with_states_of_rows(1)).logits.copy()
@@ -236,7 +236,7 @@ def test_changing_one_token_changes_only_later_blocks(gguf: GGUFFile) -> None:
     graph, ids = describe(config_from_gguf(gguf), gguf.tensors), tokens(80)
     other = ids.copy()
     other[50] = (other[50] + 1) % 90
-    backend = cpu_backend(gguf, graph, n_pages=2, n_states=2, kv_type="f32")
+    backend = cpu_backend(gguf, graph, n_blocks=2, n_states=2, kv_type="f32")
     rows = [backend.step(batch([(t, 0, [0, 1])]).with_states_of_rows(0)).logits.copy() for t in (ids, other)]
     np.testing.assert_array_equal(rows[0][:50], rows[1][:50])
     assert (rows[0][50:] != rows[1][50:]).any(axis=1).all()
@@ -251,7 +251,7 @@ def test_blocks_are_seen_beyond_the_window(gguf: GGUFFile) -> None:
     other = ids.copy()
     other[:20] = tokens(20, seed=1)
     for each in (graph, blind):
-        backend = cpu_backend(gguf, each, n_pages=3, n_states=2, max_batch=140, kv_type="f32")
+        backend = cpu_backend(gguf, each, n_blocks=3, n_states=2, max_batch=140, kv_type="f32")
         rows = [
             backend.step(batch([(t, 0, [0, 1, 2])]).with_states_of_rows(0)).logits[-1].copy()
             for t in (ids, other)

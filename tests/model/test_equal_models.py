@@ -22,10 +22,10 @@ RNG = np.random.default_rng(4)
 
 
 def reference(gguf: GGUFFile) -> Backend:
-    return ReferenceBackend(gguf, describe(config_from_gguf(gguf), gguf.tensors), n_pages=2)
+    return ReferenceBackend(gguf, describe(config_from_gguf(gguf), gguf.tensors), n_blocks=2)
 
 
-backends = pytest.mark.parametrize("backend", [reference, lambda gguf: cpu(gguf, n_pages=2, kv_type="f32")])
+backends = pytest.mark.parametrize("backend", [reference, lambda gguf: cpu(gguf, n_blocks=2, kv_type="f32")])
 
 
 def logits(gguf: GGUFFile, backend: Callable[[GGUFFile], Backend]) -> np.ndarray:

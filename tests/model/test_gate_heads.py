@@ -45,11 +45,11 @@ def test_the_definition() -> None:
 
 
 def test_logits_have_the_same_bits_however_they_are_computed(gguf: GGUFFile) -> None:
-    ids, pages = tokens(40), [2, 0]
-    expected = logits_of(cpu(gguf, "dense", n_threads=1, isa="scalar"), ids, [], pages)
+    ids, blocks = tokens(40), [2, 0]
+    expected = logits_of(cpu(gguf, "dense", n_threads=1, isa="scalar"), ids, [], blocks)
     for isa in _core.available_isas():
         for splits in ([], ONE_BY_ONE, [3, 8, 25, 39]):
-            found = logits_of(cpu(gguf, "dense", n_threads=2, isa=isa), ids, splits, pages)
+            found = logits_of(cpu(gguf, "dense", n_threads=2, isa=isa), ids, splits, blocks)
             np.testing.assert_array_equal(found, expected)
 
 
@@ -60,7 +60,7 @@ def test_the_cpu_computes_the_reference(gguf: GGUFFile) -> None:
     assert gates.shape == (20, N_HEAD)
     np.testing.assert_array_max_ulp(gated, gate_heads(x, gates), 4)
     ready, graph = prepared(gguf, "dense")
-    expected = logits_of(ReferenceBackend(ready.weights, graph, n_pages=1), tokens(20), [], [0])
+    expected = logits_of(ReferenceBackend(ready.weights, graph, n_blocks=1), tokens(20), [], [0])
     np.testing.assert_allclose(
         logits_of(cpu(gguf, "dense", kv_type="f32"), tokens(20), [], [0]), expected, atol=1e-3
     )

@@ -43,16 +43,16 @@ def write(path: Path, type_: GGMLType = T.F32, **keys: Any) -> GGUFFile:
 @pytest.mark.parametrize("type_", [T.F32, T.BF16, T.Q8_0, T.Q4_0, T.Q5_0], ids=lambda t: t.name)
 def test_exact_is_dense(tmp_path: Path, type_: GGMLType) -> None:
     """Check single tokens, batches and chunks, any number of threads and any instruction set."""
-    gguf, ids, pages = write(tmp_path, type_), tokens(40), [2, 0]
-    expected = logits_of(cpu(gguf, "dense", n_threads=1, isa="scalar"), ids, [], pages)
+    gguf, ids, blocks = write(tmp_path, type_), tokens(40), [2, 0]
+    expected = logits_of(cpu(gguf, "dense", n_threads=1, isa="scalar"), ids, [], blocks)
     for isa in _core.available_isas():
         for n_threads in (1, 2):
             exact = cpu(gguf, "exact", n_threads=n_threads, isa=isa)
             for splits in ([], ONE_BY_ONE, [3, 8, 25, 39]):
-                np.testing.assert_array_equal(logits_of(exact, ids, splits, pages), expected)
+                np.testing.assert_array_equal(logits_of(exact, ids, splits, blocks), expected)
     parts = [(tokens(n, seed=n), [n % 8]) for n in (1, 2, 3, 5)]
-    alone = [logits_of(cpu(gguf, "exact", n_threads=1), part, [], pages) for part, pages in parts]
-    together = cpu(gguf, "dense").step(batch([(part, 0, pages) for part, pages in parts])).logits
+    alone = [logits_of(cpu(gguf, "exact", n_threads=1), part, [], blocks) for part, blocks in parts]
+    together = cpu(gguf, "dense").step(batch([(part, 0, blocks) for part, blocks in parts])).logits
     np.testing.assert_array_equal(together, np.concatenate(alone))
 
 
@@ -64,7 +64,7 @@ def test_rows_of_neurons_that_do_not_fire_are_not_read(tmp_path: Path) -> None:
     gguf, ids = write(tmp_path), tokens(11)
     ready, graph = prepared(gguf, "exact")
     ours = cpu(gguf, "exact", kv_type="f32")
-    theirs = ReferenceBackend(ready.weights, graph, n_pages=1, sparse=True)
+    theirs = ReferenceBackend(ready.weights, graph, n_blocks=1, sparse=True)
     for at, n in ((0, 10), (10, 1)):
         for backend in (ours, theirs):
             backend.step(batch([(ids[at : at + n], at, [0])]))
@@ -81,7 +81,7 @@ def test_rows_of_neurons_that_do_not_fire_are_not_read(tmp_path: Path) -> None:
 def test_a_device_computes_it(tmp_path: Path, sparse: bool) -> None:
     ready, graph = prepared(write(tmp_path), "exact")
     ids = tokens(40)
-    expected = logits_of(ReferenceBackend(ready.weights, graph, n_pages=1), ids, [], [0])
+    expected = logits_of(ReferenceBackend(ready.weights, graph, n_blocks=1), ids, [], [0])
     assert_close(logits_of(gpu(ready.weights, graph, sparse=sparse), ids, [7, 8, 9, 30], [0]), expected)
     tap = "blk.0.ffn_gate_top_k"
     found = gpu(ready.weights, graph, sparse=sparse).step(batch([(ids, 0, [0])], (tap,)))

@@ -38,7 +38,7 @@ def test_every_operation_is_the_references(path: Path) -> None:
     with open_gguf(path) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         for isa in _core.available_isas():
-            with closing(cpu_backend(gguf, graph, n_pages=2, max_batch=80, n_threads=2, isa=isa)) as backend:
+            with closing(cpu_backend(gguf, graph, n_blocks=2, max_batch=80, n_threads=2, isa=isa)) as backend:
                 assert_every_operation_is_right(gguf, graph, backend, tokens(70), [40, 41], [1, 0])
                 found = [
                     backend.step(batch([(tokens(70), 0, [1, 0])], taps)).logits.copy()

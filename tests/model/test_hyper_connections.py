@@ -101,7 +101,7 @@ def test_the_reference_is_transformers_module(tmp_path: Path, n: int, d: int, it
             y = collapsed @ given["part"].T
             x = post[..., None] * y[..., None, :] + comb.transpose(-1, -2) @ x
         expected = head(x)[0].numpy()
-    found = ReferenceBackend(written(tmp_path, n, d), graph_of(n, d, iterations), n_pages=1).step(step())
+    found = ReferenceBackend(written(tmp_path, n, d), graph_of(n, d, iterations), n_blocks=1).step(step())
     np.testing.assert_allclose(found.logits, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
@@ -109,13 +109,13 @@ def test_the_reference_is_transformers_module(tmp_path: Path, n: int, d: int, it
 def test_every_kernel_is_the_reference(tmp_path: Path, n: int, d: int, iterations: int) -> None:
     gguf, graph = written(tmp_path, n, d), graph_of(n, d, iterations)
     names = tuple(value.name for value in graph.values)
-    backend = cpu_backend(gguf, graph, n_pages=1, n_threads=2)
+    backend = cpu_backend(gguf, graph, n_blocks=1, n_threads=2)
     tapped = batch([(np.arange(N_TOKENS, dtype=np.int32), 0, [0])], names)
-    Oracle(gguf, graph, n_pages=1).check(tapped, backend.step(tapped))
+    Oracle(gguf, graph, n_blocks=1).check(tapped, backend.step(tapped))
     expected = backend.step(step()).logits.copy()
     for isa in _core.available_isas():
         for n_threads in (1, 3):
-            other = cpu_backend(gguf, graph, n_pages=1, n_threads=n_threads, isa=isa)
+            other = cpu_backend(gguf, graph, n_blocks=1, n_threads=n_threads, isa=isa)
             np.testing.assert_array_equal(other.step(step()).logits, expected)
     alone = batch([(np.array([7], np.int32), 0, [0])])
     np.testing.assert_array_equal(backend.step(alone).logits[0], expected[7])
@@ -124,7 +124,7 @@ def test_every_kernel_is_the_reference(tmp_path: Path, n: int, d: int, iteration
 @pytest.mark.parametrize(("n", "d", "iterations"), SHAPES)
 def test_torch_computes_the_same(tmp_path: Path, n: int, d: int, iterations: int) -> None:
     gguf, graph = written(tmp_path, n, d), graph_of(n, d, iterations)
-    expected = ReferenceBackend(gguf, graph, n_pages=1).step(step()).logits
+    expected = ReferenceBackend(gguf, graph, n_blocks=1).step(step()).logits
     model, x = TorchGraph(gguf, graph), None
     for part in model.parts:
         x = model.run(part, torch.arange(N_TOKENS)[None], x)[part.result]

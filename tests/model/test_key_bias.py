@@ -44,7 +44,7 @@ def errors_with_and_without_the_remedy(gguf: GGUFFile, ids: np.ndarray) -> tuple
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     unknown = {op: replace(op, key_bias=None) for op in graph.ops if isinstance(op, Attention)}
     plain = replace(graph, ops=tuple(unknown.get(op, op) for op in graph.ops))
-    backends = cpu(gguf, kv_type="q4_0/f32"), cpu_backend(gguf, plain, n_pages=4, kv_type="q4_0/f32")
+    backends = cpu(gguf, kv_type="q4_0/f32"), cpu_backend(gguf, plain, n_blocks=4, kv_type="q4_0/f32")
     found = (logits_of(backend, ids, [], [0, 1]) for backend in backends)
     error, before = (float(np.abs(one - exact).mean() / np.abs(exact).mean()) for one in found)
     return error, before

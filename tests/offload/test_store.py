@@ -15,7 +15,7 @@ from expert_models import FORMS
 from expert_models import model as write_experts
 from fresh_python import run_python
 from sparse_runs import ONE_BY_ONE, cpu, prepared, write
-from stored_weights import PAGES, failures_of, stored
+from stored_weights import BLOCKS, failures_of, stored
 
 from hotset import _core
 from hotset.errors import InvalidRequestError, OutOfMemoryError, ReadError
@@ -199,18 +199,18 @@ TYPES = [GGMLType.F32, GGMLType.F16, GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_1
 def test_any_budget_gives_the_same_bits(tmp_path: Path, model: str, type_: GGMLType, dialect: str) -> None:
     """Compare the modes dense and exact, with the prompt in one step and token by token."""
     gguf = write(tmp_path, model, type_, dialect=dialect)
-    ids, pages = tokens(24), [2, 0]
+    ids, blocks = tokens(24), [2, 0]
     ready, graph = prepared(gguf, "dense")
     expected = logits_of(
-        cpu_backend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2), ids, [], pages
+        cpu_backend(ready.weights, graph, n_blocks=8, max_batch=128, n_threads=2), ids, [], blocks
     )
     whole = cpu(gguf, "exact")
-    logits_of(whole, ids, ONE_BY_ONE, pages)
+    logits_of(whole, ids, ONE_BY_ONE, blocks)
     for mode in ("dense", "exact"):
         for share in (0.0, 0.4, 1.0):
             backend, weights = stored(gguf, mode, share)
             for splits in ([], ONE_BY_ONE):
-                np.testing.assert_array_equal(logits_of(backend, ids, splits, pages), expected)
+                np.testing.assert_array_equal(logits_of(backend, ids, splits, blocks), expected)
             if mode == "exact":  # over resident and newly read rows together
                 for name in ("selected", "active", "gate_rows"):
                     mine, theirs = (getattr(one.stats(), name) for one in (backend, whole))
@@ -226,7 +226,7 @@ def test_input_major_down_matrix_has_no_rows_of_neurons(tmp_path: Path, model: s
     """Use a square matrix, whose shape does not show the order of its rows."""
     gguf = write(tmp_path, model, GGMLType.Q8_0, dialect="gguf", n_ff=64)
     ready, graph = prepared(gguf, "dense")
-    whole = cpu_backend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2)
+    whole = cpu_backend(ready.weights, graph, n_blocks=8, max_batch=128, n_threads=2)
     backend, _ = stored(gguf, "dense", 0.5)
     ids = tokens(24)
     np.testing.assert_array_equal(logits_of(backend, ids, [], [2]), logits_of(whole, ids, [], [2]))
@@ -236,14 +236,14 @@ def test_input_major_down_matrix_has_no_rows_of_neurons(tmp_path: Path, model: s
 @pytest.mark.parametrize("model", ["llama", "opt"])
 def test_predictor_decides_the_read_rows(tmp_path: Path, model: str, ring: bool) -> None:
     gguf = write(tmp_path, model, GGMLType.Q4_0)
-    ids, pages = tokens(24), [2, 0]
+    ids, blocks = tokens(24), [2, 0]
     ready, graph = prepared(gguf, "predicted", "svd")
-    whole = cpu_backend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True)
+    whole = cpu_backend(ready.weights, graph, n_blocks=8, max_batch=128, n_threads=2, sparse=True)
     for share in (0.0, 0.3, 1.0):
         backend, weights = stored(gguf, "predicted", share, predictor="svd", ring=ring)
         for splits in (ONE_BY_ONE, []):
             np.testing.assert_array_equal(
-                logits_of(backend, ids, splits, pages), logits_of(whole, ids, splits, pages)
+                logits_of(backend, ids, splits, blocks), logits_of(whole, ids, splits, blocks)
             )
             mine, theirs = backend.stats(), whole.stats()
             assert mine is not None
@@ -258,17 +258,17 @@ def test_predictor_decides_the_read_rows(tmp_path: Path, model: str, ring: bool)
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_come_as_the_router_names_them(tmp_path: Path, form: str) -> None:
     gguf = write_experts(tmp_path, **FORMS[form])
-    ids, pages = tokens(40), [2, 0]
+    ids, blocks = tokens(40), [2, 0]
     ready, graph = prepared(gguf, "dense")
-    whole = cpu_backend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2)
-    expected = logits_of(whole, ids, [], pages)
+    whole = cpu_backend(ready.weights, graph, n_blocks=8, max_batch=128, n_threads=2)
+    expected = logits_of(whole, ids, [], blocks)
     for share in (0.0, 0.4, 1.0):
         backend, weights = stored(gguf, "dense", share)
         for splits in (ONE_BY_ONE, []):
-            np.testing.assert_array_equal(logits_of(backend, ids, splits, pages), expected)
+            np.testing.assert_array_equal(logits_of(backend, ids, splits, blocks), expected)
         assert (weights.counts().misses > 0) == (share < 1)  # else all is read at first
     names = tuple(value.name for value in graph.values)
-    step = batch([(ids, 0, pages)], names)
+    step = batch([(ids, 0, blocks)], names)
     taps, others = backend.step(step).taps, whole.step(step).taps
     for name in names:
         np.testing.assert_array_equal(taps[name], others[name])
@@ -284,9 +284,9 @@ def test_a_step_that_needs_more_than_usual_borrows(
     gguf = write(tmp_path, "llama", GGMLType.Q8_0, ranks=(32, 64, 32))
     predictor = "svd" if mode == "predicted" else None
     ready, graph = prepared(gguf, mode, predictor)
-    ids, pages = tokens(40), [2, 0]
-    whole = cpu_backend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True)
-    expected = logits_of(whole, ids, [], pages)
+    ids, blocks = tokens(40), [2, 0]
+    whole = cpu_backend(ready.weights, graph, n_blocks=8, max_batch=128, n_threads=2, sparse=True)
+    expected = logits_of(whole, ids, [], blocks)
     backend, weights = stored(gguf, mode, 0.6, predictor=predictor)
     assert weights.store is not None
     groups = list(stored_module.groups_of(graph, ready.weights.tensors, sparse=True))
@@ -297,9 +297,9 @@ def test_a_step_that_needs_more_than_usual_borrows(
     if mode == "predicted":  # no group is read whole
         assert staging < min(group.nbytes for group in groups) / 4
     for splits in ([20], list(range(20, 40)), [20]):
-        np.testing.assert_array_equal(logits_of(backend, ids, splits, pages), expected)
-    one, missed = batch([(ids[:1], 0, pages)]), []
-    for step in (one, one, one, batch([(ids, 0, pages)]), one):
+        np.testing.assert_array_equal(logits_of(backend, ids, splits, blocks), expected)
+    one, missed = batch([(ids[:1], 0, blocks)]), []
+    for step in (one, one, one, batch([(ids, 0, blocks)]), one):
         before = weights.store.counts()[1]
         backend.step(step)
         missed.append(weights.store.counts()[1] - before)
@@ -348,7 +348,7 @@ def test_gates_first_counts_as_one_operation_does(tmp_path: Path) -> None:
     gguf = write(tmp_path, "llama", GGMLType.Q8_0)
     backend, _ = stored(gguf, "exact", 0.5)
     ready, graph = prepared(gguf, "exact")
-    whole = cpu_backend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True)
+    whole = cpu_backend(ready.weights, graph, n_blocks=8, max_batch=128, n_threads=2, sparse=True)
     for step in (batch([(tokens(1), 0, [2])]), batch([(tokens(24), 0, [2])])):
         found = []
         for each in (backend, whole):
@@ -374,7 +374,7 @@ def test_faults_end_a_step_and_the_next_is_right(tmp_path: Path) -> None:
     """Check that a step with failing reads gives the right bits or a message."""
     gguf = write(tmp_path, "llama", GGMLType.Q4_0)
     ids = tokens(60)
-    expected = logits_of(cpu(gguf, "exact"), ids, [], PAGES)
+    expected = logits_of(cpu(gguf, "exact"), ids, [], BLOCKS)
     assert failures_of(*stored(gguf, "exact", 0.1), 0.05, ids, expected) > 2
 
 

@@ -13,7 +13,7 @@ import pytest
 from backend_runs import batch, cpu, cpu_backend, logits_of, mixed_types, tokens
 from expert_models import FORMS
 from expert_models import model as write_experts
-from stored_weights import PAGES, failures_of, graph_of, streaming
+from stored_weights import BLOCKS, failures_of, graph_of, streaming
 from tiny_gguf import write_llama
 from waiting import WATCHDOG
 
@@ -37,12 +37,12 @@ def test_a_dense_model_gives_the_same_bits_in_any_memory(tmp_path: Path, ring: b
     The ring continues from one step to the next.
     """
     gguf, ids = dense(tmp_path, n_layer=3), tokens(20)
-    expected = logits_of(cpu(gguf, n_pages=8), ids, [], PAGES)
+    expected = logits_of(cpu(gguf, n_blocks=8), ids, [], BLOCKS)
     streamed = []
     for share in (0.0, 0.1, 0.3, 0.6, 0.9, 1.0):
         backend, weights = streaming(gguf, share, ring=ring)
         for splits in (list(range(1, 20)), [], [7]):
-            np.testing.assert_array_equal(logits_of(backend, ids, splits, PAGES), expected)
+            np.testing.assert_array_equal(logits_of(backend, ids, splits, BLOCKS), expected)
         streamed.append(weights.shares.streamed)
         assert (weights.counts().bytes_streamed > 0) == (streamed[-1] > 0)
         assert weights.resident.nbytes <= weights.shares.resident + 64
@@ -55,7 +55,7 @@ def test_streamed_weights_are_read_once_per_step(tmp_path: Path) -> None:
     gguf = dense(tmp_path, n_layer=3)
     backend, weights = streaming(gguf, 0.3)
     read = []
-    for step in (batch([(tokens(1), 0, PAGES)]), batch([(tokens(60), 0, PAGES)])) * 2:
+    for step in (batch([(tokens(1), 0, BLOCKS)]), batch([(tokens(60), 0, BLOCKS)])) * 2:
         backend.step(step)
         read.append(weights.counts().bytes_streamed)
     each = set(np.diff(read).tolist())
@@ -68,14 +68,14 @@ def test_moe_streams_experts_that_the_router_omits(tmp_path: Path, form: str) ->
     """Stream attention and shared experts, also in a plan with every tap."""
     gguf, ids = write_experts(tmp_path, **FORMS[form]), tokens(20)
     graph = graph_of(gguf)
-    whole = cpu_backend(gguf, graph, n_pages=8, max_batch=128, n_threads=2)
-    expected = logits_of(whole, ids, [], PAGES)
+    whole = cpu_backend(gguf, graph, n_blocks=8, max_batch=128, n_threads=2)
+    expected = logits_of(whole, ids, [], BLOCKS)
     backend, weights = streaming(gguf, 0.0)
     assert weights.shares.streamed > 0
     for splits in (list(range(1, 20)), []):
-        np.testing.assert_array_equal(logits_of(backend, ids, splits, PAGES), expected)
+        np.testing.assert_array_equal(logits_of(backend, ids, splits, BLOCKS), expected)
     names = tuple(value.name for value in graph.values)
-    for step in (batch([(ids, 0, PAGES)], names), batch([(ids, 0, PAGES)])):
+    for step in (batch([(ids, 0, BLOCKS)], names), batch([(ids, 0, BLOCKS)])):
         mine, others = backend.step(step), whole.step(step)
         np.testing.assert_array_equal(mine.logits, others.logits)
         for name in mine.taps:
@@ -84,13 +84,13 @@ def test_moe_streams_experts_that_the_router_omits(tmp_path: Path, form: str) ->
 
 def test_faults_end_a_step_and_the_next_is_right(tmp_path: Path) -> None:
     gguf, ids = dense(tmp_path, n_layer=2), tokens(40)
-    expected = logits_of(cpu(gguf, n_pages=8), ids, [], PAGES)
+    expected = logits_of(cpu(gguf, n_blocks=8), ids, [], BLOCKS)
     assert failures_of(*streaming(gguf, 0.1), 0.02, ids, expected) > 5
 
 
 def test_a_child_streams_by_itself(tmp_path: Path) -> None:
     """Fork while the parent's reads are running."""
-    gguf, step = dense(tmp_path, n_layer=2), batch([(tokens(3), 0, PAGES)])
+    gguf, step = dense(tmp_path, n_layer=2), batch([(tokens(3), 0, BLOCKS)])
     backend, _ = streaming(gguf, 0.1)
     expected = backend.step(step).logits.copy()
     child = os.fork()
@@ -101,7 +101,7 @@ def test_a_child_streams_by_itself(tmp_path: Path) -> None:
 
 
 def test_changed_file_gives_one_message(tmp_path: Path) -> None:
-    gguf, step = dense(tmp_path, n_layer=2), batch([(tokens(3), 0, PAGES)])
+    gguf, step = dense(tmp_path, n_layer=2), batch([(tokens(3), 0, BLOCKS)])
     backend, _ = streaming(gguf, 0.1)
     backend.step(step)
     with gguf.path.open("r+b") as file:

@@ -1,8 +1,8 @@
 """Runs llama.cpp's converter: `llama_cpp_convert.py LLAMA_CPP` reads a line [FOLDER, OUT.gguf] for each file.
 
-The script answers each with a line: the error, or an empty text. Files are F32. The converter identifies a
-vocabulary by a hash of its tokens for one text. It does not know the test vocabularies, so the files get
-none.
+The script answers each with a line: the error, or an empty text. Each file has a process of its own, because
+the converter's classes remember earlier files. Files are F32. The converter identifies a vocabulary by a hash
+of its tokens for one text. It does not know the test vocabularies, so the files get none.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ def main(llama_cpp: Path) -> None:
 
     converter.get_model_class = without_vocabulary
     for line in sys.stdin:
+        if child := os.fork():
+            os.waitpid(child, 0)
+            continue
         folder, out = json.loads(line)
         sys.argv = ["convert_hf_to_gguf.py", folder, "--outfile", out, "--outtype", "f32"]
         error = ""
@@ -40,6 +43,7 @@ def main(llama_cpp: Path) -> None:
         except (Exception, SystemExit) as why:
             error = f"{type(why).__name__}: {why}"
         print(json.dumps(error), file=answers, flush=True)
+        os._exit(0)
 
 
 if __name__ == "__main__":

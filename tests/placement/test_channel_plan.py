@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from threshold_models import EVERY, thresholds_of, with_kept, write
 from tiny_gguf import write_llama
@@ -18,7 +19,14 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.thresholds import THRESHOLD_NAMES, LayerThresholds
 from hotset.placement import channel_rates
-from hotset.placement.channels import ChannelPlan, ChannelRates, Workload, plan_channels
+from hotset.placement.channels import (
+    ChannelPlan,
+    ChannelRates,
+    MatrixKind,
+    Workload,
+    applied,
+    plan_channels,
+)
 from hotset.sparsity.thresholds import Thresholds, thresholds_path
 
 T = GGMLType
@@ -26,11 +34,12 @@ KEPT = dict.fromkeys(THRESHOLD_NAMES, 0.5)
 
 
 def planned(
-    gguf: GGUFFile, thresholds: Thresholds, rows: float = 1e9, input_major: float = 1e9
+    gguf: GGUFFile, thresholds: Thresholds, rows: float = 1e9, input_major: float = 1e9, **options: Any
 ) -> ChannelPlan:
     graph = describe(config_from_gguf(gguf), gguf.tensors, layer_thresholds=thresholds.layers)
-    rates = dict.fromkeys(T, ChannelRates(rows, input_major))
-    return plan_channels(graph, gguf.tensors, thresholds, rates)
+    works = Workload.of(graph, gguf.tensors)
+    rates = {work.kind: ChannelRates(rows, input_major) for work in works}
+    return plan_channels(graph, gguf.tensors, thresholds, rates, **options)
 
 
 def test_gain_follows_the_unread_codes(tmp_path: Path) -> None:
@@ -109,11 +118,14 @@ def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(channel_rates, "measure_rates", measure)
     path = tmp_path / "machine.json"
-    small, large = Workload(T.Q4_0, 256, 1 << 20), Workload(T.Q4_0, 4096, 1 << 27)
-    other = Workload(T.Q6_K, 256, 1 << 20)
+    small, large = (Workload(MatrixKind(T.Q4_0, n, n), 1 << 20) for n in (256, 4096))
+    other = Workload(MatrixKind(T.Q6_K, 256, 256), 1 << 20)
     rates = ChannelRates(2e9, 1e9)
     for _ in range(2):
-        assert channel_rates.of_cpu([small, other], 3, path=path) == {T.Q4_0: rates, T.Q6_K: rates}
+        assert channel_rates.of_cpu([small, other], 3, path=path) == {
+            small.kind: rates,
+            other.kind: rates,
+        }
     channel_rates.of_cpu([large], 3, path=path)
     assert measured == [(3, small), (3, other), (3, large)]
     known = json.loads(path.read_text())
@@ -125,19 +137,24 @@ def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("type_", [T.Q4_0, T.Q4_1, T.Q8_0, T.Q4_K, T.Q5_K, T.Q6_K], ids=lambda t: t.name)
 def test_measurement_is_a_rate(monkeypatch: pytest.MonkeyPatch, type_: GGMLType) -> None:
     monkeypatch.setattr(channel_rates, "_SECONDS", 0.001)
-    rates = channel_rates.measure_rates(1, Workload(type_, 256, 1 << 16))
+    rates = channel_rates.measure_rates(1, Workload(MatrixKind(type_, 256, 512), 1 << 18))
     assert rates.rows > 0
     assert rates.channels > 0
 
 
 def test_rates_are_of_matrices_like_the_model_s(tmp_path: Path) -> None:
-    gguf = write(tmp_path, type=T.Q4_0, n_embd=512, n_ff=3000 // 32 * 32)
+    """Longer channels are read faster, so matrices of each shape have their own rates."""
+    gguf = write(tmp_path, type=T.Q4_0, n_embd=512, n_ff=2976)
     graph = describe(config_from_gguf(gguf), gguf.tensors, layer_thresholds=[EVERY, EVERY])
-    assert Workload.of(graph, gguf.tensors) == (Workload(T.Q4_0, 512, 4 << 20),)
+    works = Workload.of(graph, gguf.tensors)
+    assert {work.kind[1:] for work in works} == {
+        info.shape for info in gguf.tensors.values() if "blk" in info.name and len(info.shape) == 2
+    }
+    assert {(work.type, work.n_bytes) for work in works} == {(T.Q4_0, 4 << 20)}
     attention = describe(
         config_from_gguf(gguf), gguf.tensors, layer_thresholds=[replace(LayerThresholds(), attn_in=1.0)] * 2
     )
-    assert [work.n_bytes for work in Workload.of(attention, gguf.tensors)] == [1 << 20]
+    assert {work.n_bytes for work in Workload.of(attention, gguf.tensors)} == {1 << 20}
 
 
 def test_rates_are_of_each_type(tmp_path: Path) -> None:
@@ -148,12 +165,14 @@ def test_rates_are_of_each_type(tmp_path: Path) -> None:
 
     gguf = write(tmp_path, n_embd=256, n_ff=512, type_of=type_of)
     graph = describe(config_from_gguf(gguf), gguf.tensors, layer_thresholds=[EVERY, EVERY])
-    assert {work.type for work in Workload.of(graph, gguf.tensors)} == {T.Q4_K, T.Q6_K, T.Q4_0}
-    rates = {T.Q4_K: ChannelRates(1e9, 1e9), T.Q6_K: ChannelRates(1e9, 0.1e9), T.Q4_0: ChannelRates(1e9, 1e9)}
+    works = Workload.of(graph, gguf.tensors)
+    assert {work.type for work in works} == {T.Q4_K, T.Q6_K, T.Q4_0}
+    rates = {work.kind: ChannelRates(1e9, 0.1e9 if work.type == T.Q6_K else 1e9) for work in works}
     plan = plan_channels(graph, gguf.tensors, with_kept(gguf, [KEPT, KEPT]), rates)
     assert not [name for name in plan.chosen if "attn_v" in name]
     assert len([name for name in plan.chosen if "attn_q" in name]) == 2
-    assert plan.rates == {T.Q4_K: 1.0, T.Q6_K: 0.1, T.Q4_0: 1.0}
+    assert plan.rates["blk.0.attn_v.weight"] == 0.1
+    assert plan.rates["blk.0.attn_q.weight"] == 1.0
 
 
 def test_loading_builds_copies_that_pay_and_notes_them(
@@ -170,5 +189,42 @@ def test_loading_builds_copies_that_pay_and_notes_them(
         plan = model.decided.channels
         assert plan is not None
         assert plan.summary().startswith(
-            "cutoffs: zeros of 1 of 14 matrices are left out; a token is expected"
+            "thresholds: zeros of 1 of 14 matrices are skipped; a token is expected"
         )
+
+
+def test_thresholds_that_skip_nothing_are_dropped(tmp_path: Path) -> None:
+    """They would only change the answer. A threshold whose share is unknown stays."""
+    gguf = write(tmp_path, type=T.Q4_0)
+    kept = [{**KEPT, "gate": 0.9, "down_in": 0.2}, {"attn_in": 0.9, "gate": 0.05}]
+    thresholds = with_kept(gguf, kept)
+    graph = describe(config_from_gguf(gguf), gguf.tensors, layer_thresholds=thresholds.layers)
+
+    def left(**options: Any) -> list[set[str]]:
+        plan = planned(gguf, thresholds, input_major=0.45e9, copies=not options.get("stored"))
+        layers = applied(plan, graph, thresholds, **options).layers
+        return [{name for name, value in layer.items() if value} for layer in layers]
+
+    unknown = {"attn_out", "ffn_in", "down_in"}
+    assert left() == [{"gate", "down_in"}, {"gate", *unknown}]
+    assert left(stored=True) == [{"gate"}, {"gate", *unknown}]
+    assert left(split=[0]) == [set(THRESHOLD_NAMES), {"gate", *unknown}]
+
+
+def test_answer_is_unchanged_if_nothing_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = write(tmp_path, type=T.Q4_0)
+    with_kept(gguf, [KEPT, KEPT]).save(thresholds_path(gguf.path))
+    ids, found = list(range(3, 40)), {}
+    for channels in (None, 0.01e9, 1e9):
+        rates = ChannelRates(1e9, channels or 1e9)
+        monkeypatch.setattr(channel_rates, "measure_rates", lambda *_, rates=rates: rates)
+        sparsity = None if channels is None else "threshold"
+        settings: dict[str, Any] = {"device": "cpu", "n_threads": 1, "n_ctx": 128}
+        settings["sparse_prompts"] = channels is not None
+        monkeypatch.setenv("HOTSET_HOME", str(tmp_path / f"home-{channels}"))  # has the rates
+        with hotset.load(gguf.path, sparsity=sparsity, **settings) as model:
+            found[channels] = model.logits(ids)
+            dropped = "10 of 10 thresholds are not applied, because they save no time on this machine"
+            assert (dropped in model.notes) == (channels == 0.01e9)
+    np.testing.assert_array_equal(found[None], found[0.01e9])
+    assert (found[None] != found[1e9]).any()

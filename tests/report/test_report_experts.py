@@ -37,7 +37,7 @@ RELU = {"llama.hidden_activation": "relu"}
 def profiled(gguf: GGUFFile, tokens: np.ndarray = TOKENS) -> Profile:
     config = config_from_gguf(gguf)
     backend = cpu_backend(
-        gguf, describe(config, gguf.tensors), n_pages=3, max_batch=50, kv_type="f16", sparse=config.has_zeros
+        gguf, describe(config, gguf.tensors), n_blocks=3, max_batch=50, kv_type="f16", sparse=config.has_zeros
     )
     return collect(of_backend(backend), config, tokens, model=fingerprint(gguf), longest=192)
 

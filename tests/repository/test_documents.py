@@ -63,7 +63,7 @@ NOT_RUN = {  # and the reason; options and arguments are still checked
     r"hotset --(install|show)-completion": "a shell: tests/cli/test_completion.py",
     r"python packaging/": "a release: test_deployment.py has it",
     r"python bench/": "minutes to hours, and models and programs to compare with",
-    r"hotset (run|plan) .*--device vulkan": "a Vulkan driver: tests/backends/vulkan",
+    r"(HOTSET_VULKAN_TRACE=.* )?hotset (run|plan|bench) .*--device vulkan": "a Vulkan driver",
     r"hotset (serve|run) qwen3-": "a model of gigabytes",
     r"hotset (ps|stop)\b": "a running server: tests/cli/test_loaded.py",
     r"hotset pull ": "the network: test_storage.py has a hub of its own",

@@ -102,10 +102,10 @@ def test_an_error_arrives_with_its_type() -> None:
 def test_the_limit_covers_the_largest_step() -> None:
     settings = LoadSettings(max_batch=7, max_sequences=9)
     table = ints(9, 5)
-    data, _ = Message(1, replace(FULL, page_tables=table), floats(7)).encode()
-    assert Header.decode(data).n_bytes <= most_bytes(settings, n_pages=5, width=6)
-    data, _ = Message(1, replace(FULL, page_tables=ints(1000, 5)), floats(7)).encode()
-    assert Header.decode(data).n_bytes > most_bytes(settings, n_pages=5, width=6)
+    data, _ = Message(1, replace(FULL, block_tables=table), floats(7)).encode()
+    assert Header.decode(data).n_bytes <= most_bytes(settings, n_blocks=5, width=6)
+    data, _ = Message(1, replace(FULL, block_tables=ints(1000, 5)), floats(7)).encode()
+    assert Header.decode(data).n_bytes > most_bytes(settings, n_blocks=5, width=6)
 
 
 def head(*arrays: object, **more: object) -> object:

@@ -1,6 +1,6 @@
-"""A model cut over machines, without machines: where it is cut, batches in pieces, a stage, a lost cache.
+"""A model split over machines, in one process: the split, batches in parts, a stage, a lost cache.
 
-What needs a cluster stands in tests/cluster/, which `make test-scale` runs.
+Tests that need a cluster are in tests/cluster/, which `make test-scale` runs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("model") / "m.gguf", n_layer=N_LAYER, n_embd=64)
 
 
-# --- where it is cut
+# --- the split
 
 
 def test_stages_are_hosts_and_their_layers():
@@ -114,7 +114,7 @@ def test_pieces_are_the_batch_and_few_where_it_is_small():
 class Workers:
     """The stages of a model as their machines have them, in one process: a backend."""
 
-    def __init__(self, path: Path, splits: list[Split], n_pages: int = 8) -> None:
+    def __init__(self, path: Path, splits: list[Split], n_blocks: int = 8) -> None:
         gguf = open_gguf(path)
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         self.steps = 0
@@ -123,7 +123,7 @@ class Workers:
         for worker, span in zip(self.workers, spans(graph, splits), strict=True):
             told = worker.open(
                 model=str(path), settings=SETTINGS, release=hotset.__version__, mark=fingerprint(gguf),
-                span=Span(*span), n_pages=n_pages, counts=False,
+                span=Span(*span), n_blocks=n_blocks, counts=False,
             )  # fmt: skip
             assert isinstance(told, dict), told
             self.keys.append(told["key"])
@@ -148,10 +148,10 @@ class Workers:
 
 
 class Linked(Workers):
-    """The same, linked as those of a cluster are: over sockets, each stage with a thread of its own."""
+    """Workers connected like a cluster's: over sockets, each stage with a thread of its own."""
 
-    def __init__(self, path: Path, splits: list[Split], n_pages: int = 8) -> None:
-        super().__init__(path, splits, n_pages)
+    def __init__(self, path: Path, splits: list[Split], n_blocks: int = 8) -> None:
+        super().__init__(path, splits, n_blocks)
         self.link()
 
     def link(self) -> None:
@@ -195,7 +195,7 @@ def no_thread_is_left() -> Iterator[None]:
 def test_stages_in_pieces_have_the_bits_of_the_whole(path: Path, counts: list[int], kind: type[Workers]):
     gguf = open_gguf(path)
     whole = cpu_backend(
-        gguf, describe(config_from_gguf(gguf), gguf.tensors), n_pages=8, max_batch=48, n_threads=1
+        gguf, describe(config_from_gguf(gguf), gguf.tensors), n_blocks=8, max_batch=48, n_threads=1
     )
     stages = kind(path, [Split("x", n) for n in counts])
     ids = tokens(40)
@@ -317,12 +317,12 @@ def test_what_keeps_a_stage_from_opening_is_a_sentence(path: Path, tmp_path: Pat
     other = write_llama(tmp_path / "m.gguf", n_layer=N_LAYER, n_embd=128)
     how: dict[str, Any] = {
         "settings": SETTINGS, "release": hotset.__version__, "mark": fingerprint(open_gguf(path)),
-        "span": Span(0, 1), "n_pages": 8, "counts": False,
+        "span": Span(0, 1), "n_blocks": 8, "counts": False,
     }  # fmt: skip
     found = StageWorker().open(model=str(other), **how)
     assert isinstance(found, Failed)
     assert isinstance(found.error(), InvalidRequestError)
-    assert "is another file than that of the machine that asks" in str(found.error())
+    assert "differs from the file of the starting machine" in str(found.error())
     older = StageWorker().open(model=str(path), **{**how, "release": "0.0.1"})
     assert isinstance(older, Failed)
     assert "and the machine that asks 0.0.1; install the same version" in str(older.error())
@@ -381,7 +381,7 @@ def test_what_a_lost_cache_held_is_computed_anew(lost_at: tuple[int, ...]):
         while engine.has_work:
             engine.step()
         assert [one.error for one in found] == [None] * 5
-        assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
+        assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_blocks
         return [one.generated for one in found]
 
     backend = Losing()

@@ -438,13 +438,3 @@ def test_a_full_disk_gives_one_message_and_keeps_the_written_answers(path: Path,
     assert (batch.n_done, batch.n_failed) == (n + 1, 1)
     assert out.read_bytes().startswith(kept)
     assert read(out).keys() == {"odd", *(f"request-{i}" for i in range(n))}
-
-
-def test_two_runs_do_not_write_the_same_answers(path: Path, tmp_path: Path):
-    fcntl = pytest.importorskip("fcntl")
-    requests, out = write(tmp_path / "in.jsonl", [chat(0)]), tmp_path / "out.jsonl"
-    with out.open("ab") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(hotset.InvalidRequestError, match="another process is writing"):
-            run(path, requests, out)
-    assert run(path, requests, out).n_done == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from api_schemas import SCHEMAS
 from tiny_server import MESSAGES, client_of, write_model
 
 from hotset import errors
@@ -59,14 +60,9 @@ async def test_messages_about_damaged_adapters_and_truncated_models_do_not_name_
         assert str(tmp_path) not in reply.text
         assert "my models" not in reply.text
         path.write_bytes(path.read_bytes()[:64])
-        for route, body in (
-            ("/v1/chat/completions", {"messages": MESSAGES, "seed": 1}),
-            ("/v1/responses", {"input": "hello", "temperature": 0}),
-            ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4, "temperature": 0}),
-            ("/api/chat", {"messages": MESSAGES, "options": {"seed": 1}}),
-        ):
+        for schema in SCHEMAS:
             for stream in (False, True):
-                reply = await client.post(route, json={"model": "tiny", **body, "stream": stream})
+                reply = await client.post(schema.url, json=schema.body(stream=stream, temperature=0))
                 assert "tiny.gguf was cut short" in reply.text, reply.text
                 assert str(tmp_path) not in reply.text
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
-from tiny_server import MESSAGES, Serving, client_of
+from tiny_server import MESSAGES, Serving, client_of, key_of
 
 from hotset.server import modalities
 from hotset.server.app import create_app
-from hotset.server.keys import NamedKey, digest
 from hotset.server.modalities import Excerpt
 from hotset.server.service import Service
 
@@ -137,11 +136,7 @@ def test_a_hostile_form_is_parsed_quickly(form: str) -> None:
 
 
 async def test_keys_are_checked_first(path: Path) -> None:
-    named = (
-        NamedKey(name="alice", sha256=digest("a").hex(), models=("tiny",)),
-        NamedKey(name="bob", sha256=digest("b").hex(), models=("other",)),
-    )
-
+    named = key_of("a", models=("tiny",)), key_of("b", models=("other",))
     async with client_of(path, named_keys=named) as (client, _):
 
         async def asked(key: str) -> httpx.Response:
@@ -150,7 +145,7 @@ async def test_keys_are_checked_first(path: Path) -> None:
 
         assert [(await asked(key)).status_code for key in ("", "c")] == [401, 401]
         assert "with the model 'tiny' is" in message(await asked("a"))
-        assert "with any model of this server is" in message(await asked("b")), "which is no model of bob's"
+        assert "with any model of this server is" in message(await asked("b")), "which is no model of b's"
         image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}
         body = {"model": "tiny", "messages": [image]}
         for key, status in (("a", 501), ("b", 404)):

@@ -12,7 +12,7 @@ from tiny_server import MESSAGES, client_of
 
 import hotset
 from hotset.errors import QueueFullError
-from hotset.server.answers import AnswerRequest, Finished, TextDelta
+from hotset.server.answers import AnswerRequest
 from hotset.server.app import create_app
 from hotset.server.service import Service
 
@@ -90,25 +90,6 @@ async def test_errors_have_openais_codes(client: httpx.AsyncClient):
     )
     assert reply.json()["error"]["code"] == "invalid_json"
     assert (await client.get("/nothing")).status_code == 404
-
-
-async def test_deltas_of_several_answers(model: hotset.Model, client: httpx.AsyncClient, service: Service):
-    params = hotset.SamplingParams(seed=3, max_tokens=6, ignore_eos=True)
-    request = AnswerRequest(messages=MESSAGES, n=2, params=params, stream=True)
-    answer = await service.ask(request)
-    texts = ["", ""]
-    ends = []
-    async for delta in answer:
-        assert isinstance(delta, TextDelta | Finished)
-        if isinstance(delta, TextDelta):
-            texts[delta.index] += delta.text
-        else:
-            ends.append((delta.index, delta.reason))
-    answer.close()
-    assert sorted(ends) == [(0, "length"), (1, "length")]
-    for i in range(2):
-        own = {"temperature": 0.8, "seed": 3 + i, "max_tokens": 6}
-        assert texts[i] == expected(model, **own)
 
 
 async def test_running_answers_are_completed_when_the_server_is_stopped(

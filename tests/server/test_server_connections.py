@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from tiny_server import Serving
+from tiny_server import Serving, held_steps
 from uvicorn.server import ServerState
 from waiting import WATCHDOG, until
 
@@ -185,23 +185,12 @@ def test_a_disconnected_client_is_noticed_despite_its_pipelined_requests(
     """The last request waits. With at_once false it is sent later, and is not read before."""
     body = b'{"model": "tiny", "prompt": "a", "max_tokens": 9, "temperature": 0, "stream": %s}' % stream
     post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
-    with Serving(path) as server:
-        step, gate = server.model.backend.step, threading.Event()
-        waited = []
-
-        def held(batch: Any) -> Any:
-            waited.append(gate.wait(WATCHDOG))
-            return step(batch)
-
-        server.model.backend.step = held  # type: ignore[method-assign]
+    with Serving(path) as server, held_steps(server.model):  # the disconnection ends the answer, not a step
         with connected(server) as connection:
             connection.sendall(post + body + (GET if at_once else b""))
             until(lambda: server.service.n_open == 1)
             connection.sendall(GET)
         until(lambda: server.service.n_open == 0)
-        assert not waited  # the answer was ended by the disconnection, not by a step
-        server.model.backend.step = step  # type: ignore[method-assign]
-        gate.set()
 
 
 def test_an_incomplete_head_times_out(path: Path) -> None:
@@ -270,14 +259,7 @@ def test_connections_that_wait_for_answers_are_not_closed_for_new_ones(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listen, "most_connections", lambda: 2)
-    with Serving(path) as server:
-        step, gate = server.model.backend.step, threading.Event()
-
-        def held(batch: Any) -> Any:
-            assert gate.wait(WATCHDOG)
-            return step(batch)
-
-        server.model.backend.step = held  # type: ignore[method-assign]
+    with Serving(path) as server, held_steps(server.model) as held:
         body = b'{"model": "tiny", "prompt": "a", "max_tokens": 2, "temperature": 0}'
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         post = head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
@@ -288,9 +270,8 @@ def test_connections_that_wait_for_answers_are_not_closed_for_new_ones(
         with connected(server) as more:
             more.sendall(GET)
             assert status(everything(more)) == 503
-        gate.set()
+        held.gate.set()
         assert [status(everything(connection)) for connection in asked] == [200, 200]
-        server.model.backend.step = step  # type: ignore[method-assign]
         for connection in asked:
             connection.close()
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tiny_server import client_of, write_model
-from tool_models import CALL, HERMES, THINKS, WEATHER, written
+from tiny_server import write_model
+from tool_models import HERMES, WEATHER
 
 import hotset
 
@@ -64,44 +64,6 @@ async def test_switches_determine_how_an_answer_begins(model: hotset.Model, clie
         reply = await client.post("/v1/chat/completions", json={"messages": messages} | wrong)
         assert reply.status_code == 400
         assert message in reply.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("begun", "text", "content", "reasoning"),
-    [
-        ("Well, ", "it is 4.", "it is 4.", None),
-        ("<think>\nTwo and", " two.\n</think>\nIt is 4.", "It is 4.", "two."),
-        ("<think>\nTwo.\n</think>\nIt", " is 4.", " is 4.", None),
-    ],
-)
-async def test_reasoning_without_an_end_is_continued(
-    tmp_path: Path, begun: str, text: str, content: str, reasoning: str | None
-):
-
-    keys = {"tokenizer.chat_template": THINKS, "llama.context_length": 512}
-    async with client_of(write_model(tmp_path / "tiny.gguf", **keys), load={"n_ctx": 512}) as (
-        client,
-        service,
-    ):
-        written(service.model, text)
-        messages = [QUESTION, {"role": "assistant", "content": begun}]
-        body = {"messages": messages, "temperature": 0, "max_tokens": 60}
-        message = (await posted(client, "/v1/chat/completions", body))["choices"][0]["message"]
-        assert (message["content"], message.get("reasoning_content")) == (content, reasoning)
-
-
-async def test_a_continued_answer_may_call_a_function(tmp_path: Path):
-    keys = {"tokenizer.chat_template": HERMES, "llama.context_length": 2048}
-    async with client_of(write_model(tmp_path / "tiny.gguf", **keys), load={"n_ctx": 2048}) as (
-        client,
-        service,
-    ):
-        written(service.model, CALL)
-        body = {"messages": [QUESTION, BEGUN], "tools": [WEATHER], "temperature": 0, "max_tokens": 120}
-        choice = (await posted(client, "/v1/chat/completions", body))["choices"][0]
-        assert choice["finish_reason"] == "tool_calls"
-        arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
-        assert json.loads(arguments) == {"city": "Rome", "days": 2}
 
 
 def test_special_tokens_in_messages_are_plain_text(tmp_path: Path):

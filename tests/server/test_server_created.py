@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -12,10 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tiny_server import client_to, write_model
+from tiny_server import client_to, key_of, write_model
 
 from hotset.server.catalogue import Catalogue
-from hotset.server.keys import NamedKey
 from hotset.server.models import Models
 from hotset.server.settings import ServerSettings
 from hotset.settings import LoadSettings
@@ -181,29 +179,17 @@ async def test_models_created_at_the_same_time_are_all_stored(
     assert set(aliases.read()) == {f"a{i}" for i in range(5)}
 
 
-async def test_a_key_creates_models_only_from_models_that_it_may_use(home: Path) -> None:
-    (home / "models" / "other.gguf").write_bytes((home / "models" / "base.gguf").read_bytes())
-    key = NamedKey(name="alice", sha256=hashlib.sha256(b"a").hexdigest(), models=("base", "mine"))
-
-    async with serving(named_keys=(key,)) as client:
-        for base, status in (("other", 404), ("base", 200)):
-            body = {"model": "mine", "from": base}
-            reply = await client.post("/api/create", json=body, headers={"authorization": "Bearer a"})
-            assert reply.status_code == status, reply.text
-
-
-async def test_a_key_cannot_replace_an_alias_of_a_model_that_it_may_not_use(home: Path) -> None:
+async def test_a_key_creates_models_only_from_and_instead_of_models_that_it_may_use(home: Path) -> None:
     (home / "models" / "other.gguf").write_bytes((home / "models" / "base.gguf").read_bytes())
     aliases.add("theirs", "other")
     aliases.add("ours", "base")
-    key = NamedKey(name="alice", sha256=hashlib.sha256(b"a").hexdigest(), models=("base",))
-
-    async with serving(named_keys=(key,)) as client:
-        for name, status in (("Theirs", 404), ("ours", 200)):
-            body = {"model": name, "from": "base"}
+    async with serving(named_keys=(key_of("a", models=("base", "mine")),)) as client:
+        cases = ("Theirs", "base", 404), ("ours", "base", 200), ("mine", "other", 404), ("mine", "base", 200)
+        for name, base, status in cases:
+            body = {"model": name, "from": base}
             reply = await client.post("/api/create", json=body, headers={"authorization": "Bearer a"})
             assert reply.status_code == status, reply.text
-    assert set(created.read()) == {"ours"}
+    assert set(created.read()) == {"ours", "mine"}
 
 
 async def test_a_name_that_the_server_already_has_is_refused(home: Path) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from api_schemas import SCHEMAS, ApiSchema
 from made_once import made_once
-from tiny_server import MESSAGES
 from tiny_tokenizers import trained_word_piece
 
 import hotset
@@ -23,16 +21,6 @@ MESSAGE = (
     "this is an embedding model, which neither generates nor scores text; use hotset embed or /v1/embeddings"
 )
 TEXTS = ["The quick brown fox", "jumps over the lazy dog", "The quick brown fox"]
-GENERATING: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/chat/completions", {"messages": MESSAGES}),
-    ("/v1/chat/completions", {"messages": MESSAGES, "stream": True}),
-    ("/v1/completions", {"prompt": "hello"}),
-    ("/v1/completions", {"prompt": "hello", "stream": True}),
-    ("/v1/responses", {"input": "hello"}),
-    ("/v1/messages", {"model": "tiny", "max_tokens": 5, "messages": MESSAGES}),
-    ("/api/chat", {"model": "tiny", "messages": MESSAGES}),
-    ("/api/generate", {"model": "tiny", "prompt": "hello"}),
-]
 
 
 @pytest.fixture
@@ -61,9 +49,8 @@ async def test_vectors_equal_the_librarys(path: Path, client: httpx.AsyncClient)
     assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-async def test_requests_to_generate_are_refused(client: httpx.AsyncClient) -> None:
-    for route, body in GENERATING:
-        reply = await client.post(route, json=body)
-        assert reply.status_code == 400, route
-        error = json.loads(reply.text)["error"]
-        assert (error if isinstance(error, str) else error["message"]) == MESSAGE, route
+@pytest.mark.parametrize("schema", SCHEMAS, ids=repr)
+async def test_requests_to_generate_are_refused(client: httpx.AsyncClient, schema: ApiSchema) -> None:
+    for stream in (False, True):
+        reply = await client.post(schema.url, json=schema.body(stream=stream))
+        assert (reply.status_code, schema.error(reply)) == (400, MESSAGE)

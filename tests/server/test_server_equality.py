@@ -6,10 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from byte_models import write_sparse
-from tiny_server import client_of, events_of, text_of, write_model
+from tiny_server import client_of, events_of, write_model
 
 import hotset
 
@@ -65,30 +64,3 @@ async def test_greedy_text_equals_the_models_own(paths: dict[str, Path], mode: s
                     assert list(texts) == expected[shared][:n], (shared, n, stream)
                 mixed = await asyncio.gather(*(asked(one, i % 2 == 0) for i, one in enumerate(prompts)))
                 assert list(mixed) == expected[shared][:n]
-
-
-async def test_chats_while_completions_run(paths: dict[str, Path]):
-    load = {"n_threads": 1, "n_ctx": 160, "n_seqs": 4, "max_sequences": 16}
-    with hotset.load(paths["dense"], device="cpu", **load) as model:
-        messages = [[{"role": "user", "content": text}] for text in prompts_of(8, False)]
-        chats = [model.chat(one, **GREEDY).content for one in messages]
-        texts = [model.generate(one, **GREEDY).text for one in prompts_of(8, True)]
-
-    async def work(client: httpx.AsyncClient) -> None:
-        async def chat(i: int) -> str:
-            body = {"messages": messages[i], "stream": bool(i % 2)} | GREEDY
-            reply = await client.post("/v1/chat/completions", json=body)
-            if i % 2:
-                return text_of(events_of(reply.text)[0])
-            return str(reply.json()["choices"][0]["message"]["content"])
-
-        async def complete(i: int) -> str:
-            body = {"prompt": prompts_of(8, True)[i]} | GREEDY
-            return str((await client.post("/v1/completions", json=body)).json()["choices"][0]["text"])
-
-        found = await asyncio.gather(*(each(i) for i in range(8) for each in (chat, complete)))
-        assert list(found[::2]) == chats
-        assert list(found[1::2]) == texts
-
-    async with client_of(paths["dense"], load=load) as (client, _):
-        await work(client)

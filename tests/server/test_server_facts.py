@@ -80,7 +80,7 @@ async def test_props_and_plan(path: Path, client: httpx.AsyncClient, service: Se
     plan = (await client.get("/plan")).json()
     assert plan["placement"] is None
     assert plan["file_bytes"] == path.stat().st_size
-    assert plan["cache"]["tokens"] == 64 * plan["cache"]["pages"] >= 256
+    assert plan["cache"]["tokens"] == 64 * plan["cache"]["blocks"] >= 256
     cost = service.model.cost
     assert plan["cache"]["bytes"] == plan["cache"]["tokens"] * cost.kv_bytes_per_token("f16")
 
@@ -109,7 +109,7 @@ async def test_metrics(client: httpx.AsyncClient, service: Service):
     before = await values()
     assert before["hotset_ready"] == 1
     assert before["hotset_answers_total{reason=length}"] == 0
-    assert before["hotset_cache_pages_used"] == 0
+    assert before["hotset_cache_blocks_used"] == 0
     assert before["process_open_fds"] > 0
     text = "once upon a time " * 8
     body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "ignore_eos": True}
@@ -139,7 +139,7 @@ async def test_metrics(client: httpx.AsyncClient, service: Service):
     assert after["hotset_steps_total"] > 7
     assert after["hotset_step_seconds_total"] > 0
     assert after["hotset_refused_total"] == 0
-    assert after["hotset_cache_pages_idle"] >= 2
+    assert after["hotset_cache_blocks_idle"] >= 2
     assert after["hotset_time_per_token_seconds_count"] == 2
     assert after["hotset_request_seconds_count"] == 3
     assert after["hotset_answers_open"] == 0

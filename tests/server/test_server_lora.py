@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from api_schemas import SCHEMAS
 from byte_models import write_model
 from tiny_adapters import random_pairs, write_adapter
 from tiny_server import ClientAndService, client_of, client_to
@@ -30,13 +31,7 @@ from hotset.server.streams import ClientGoneError
 from hotset.settings import LoadSettings
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
-ASKED = {
-    "/v1/completions": {"prompt": "hello", **GREEDY},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], **GREEDY},
-    "/v1/responses": {"input": "hello", "temperature": 0, "max_output_tokens": 8},
-    "/v1/messages": {"messages": [{"role": "user", "content": "hello"}], **GREEDY},
-    "/api/generate": {"prompt": "hello", "stream": False, "options": {"temperature": 0, "num_predict": 8}},
-}
+BY_PATH = {schema.url: schema for schema in SCHEMAS}
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +51,8 @@ def serving(folder: Path, *lora: str, **settings: Any) -> ClientAndService:
 
 async def asked(client: httpx.AsyncClient, path: str = "/v1/completions", **more: Any) -> Any:
     """Return an answer's text."""
-    reply = await client.post(path, json={"model": "tiny", **ASKED[path], **more})
-    assert reply.status_code == 200, reply.text
-    body = reply.json()
-    match path:
-        case "/v1/completions":
-            return body["choices"][0]["text"]
-        case "/v1/chat/completions":
-            return body["choices"][0]["message"]["content"]
-        case "/v1/responses":
-            return body["output"][-1]["content"][0]["text"]
-        case "/v1/messages":
-            return body["content"][0]["text"]
-    return body["response"]
+    found, _ = await BY_PATH[path].whole(client, BY_PATH[path].body(**GREEDY) | more)
+    return found.text
 
 
 async def test_requests_choose_adapters(folder: Path) -> None:
@@ -84,7 +68,7 @@ async def test_requests_choose_adapters(folder: Path) -> None:
         default, none, one, half, same, both, named, two = one_by_one
         assert (default, half, named) == (one, same, two)  # by default the first has a scale of 1
         assert len({none, one, half, both, two}) == 5
-        for path in ASKED:
+        for path in BY_PATH:
             plain, other = await asked(client, path), await asked(client, path, model="tiny:two")
             assert plain != other, path
         listed = (await client.get("/v1/models")).json()["data"]
@@ -105,7 +89,7 @@ async def test_missing_adapters_are_errors(folder: Path) -> None:
 
     async with serving(folder, "one.gguf") as (client, _):
         for path, body, status, message in wrong:
-            reply = await client.post(path, json={"model": "tiny", **ASKED.get(path, {}), **body})
+            reply = await client.post(path, json={"model": "tiny", "prompt": "hello", **body})
             assert reply.status_code == status, reply.text
             assert message in reply.json()["error"]["message"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import hashlib
 import json
 import os
 import signal
@@ -25,12 +24,11 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from tiny_server import client_of, write_model
+from tiny_server import client_of, key_of, write_model
 from waiting import until
 
 from hotset.errors import InvalidRequestError, QueueFullError
 from hotset.server import shapes
-from hotset.server.keys import NamedKey
 from hotset.server.mcp.clients import McpClients
 from hotset.server.mcp.connection import ServerStatus, ToolResult
 from hotset.server.mcp.file import McpServer, read_servers
@@ -473,10 +471,7 @@ async def test_who_may_call_tools(tmp_path: Path) -> None:
         assert await statuses(client, x_forwarded_for="10.0.0.1") == {403}
     async with client_of(model, cors_origins=("*",)) as (client, _):
         assert await statuses(client, origin="https://evil.example") == {403}
-    keys = tuple(
-        NamedKey(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), manages=name == "root")
-        for name in ("root", "user")
-    )
+    keys = key_of("root", manages=True), key_of("user", manages=False)
     async with client_of(model, named_keys=keys) as (client, _):
         assert await statuses(client) == {401}
         assert await statuses(client, x_api_key="user") == {403}

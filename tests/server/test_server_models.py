@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import random
-import signal
 import threading
 import time
 import weakref
@@ -17,8 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tiny_server import MESSAGES, client_to, write_model
-from waiting import WATCHDOG, until
+from tiny_server import MESSAGES, Serving, client_to, write_model
+from waiting import until
 
 import hotset
 from hotset.errors import InvalidRequestError
@@ -27,7 +26,6 @@ from hotset.loader.build import open_model
 from hotset.server import models as models_module
 from hotset.server.app import create_app
 from hotset.server.catalogue import Catalogue
-from hotset.server.listen import Server, bound_socket
 from hotset.server.model_settings import ModelsFile, until_unloaded
 from hotset.server.models import Models
 from hotset.server.pulls import Pulls, full_name
@@ -88,20 +86,6 @@ async def serving(*args: Any, **how: Any) -> AsyncIterator[tuple[httpx.AsyncClie
     models = models_of(*args, **how)
     async with client_to(models) as client:
         yield client, models
-
-
-@asynccontextmanager
-async def listening(*args: Any, **how: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Models]]:
-    """Yield a client of a server with a port: it gets pieces of a stream immediately, and may disconnect."""
-    models, bound = models_of(*args, **how), bound_socket("127.0.0.1", 0)
-    server = Server(models, bound, lambda _: None, create_app(models))
-    task = asyncio.create_task(server.serve(sockets=[bound]))
-    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    async with httpx.AsyncClient(base_url=url, timeout=WATCHDOG, trust_env=False) as client:
-        yield client, models
-    server.handle_exit(signal.SIGTERM, None)
-    await task
-    bound.close()
 
 
 async def answer(
@@ -254,20 +238,18 @@ async def test_a_cancelled_request_keeps_the_other_model_loaded(folder: Path, fa
         assert not models.slots["one"].waiting
 
 
-async def test_events_of_a_load(folder: Path, facts: dict[str, Any]) -> None:
+def test_events_of_a_load(folder: Path, facts: dict[str, Any]) -> None:
     """/models/events reports changes of models, to a client that receives them immediately."""
-    async with listening(folder, room_for(facts, *NAMES)) as (client, _):
-        async with client.stream("GET", "/models/events") as stream:
-            lines = stream.aiter_lines()
-            assert (await client.post("/models/load", json={"model": "three"})).json() == {"success": True}
+    with Serving(models_of(folder, room_for(facts, *NAMES))) as serving:
+        with serving.client.stream("GET", "/models/events") as stream:
+            lines = stream.iter_lines()
+            assert serving.client.post("/models/load", json={"model": "three"}).json() == {"success": True}
             seen: list[str] = []
-            async for line in lines:
-                if line.startswith("data: "):
+            while seen[-1:] != ["loaded"]:
+                if (line := next(lines)).startswith("data: "):
                     event = json.loads(line.removeprefix("data: "))
                     assert event["model"] == "three"
                     seen.append(event["value"])
-                if seen[-1:] == ["loaded"]:
-                    break
         assert list(dict.fromkeys(seen))[-2:] == ["loading", "loaded"]
 
 

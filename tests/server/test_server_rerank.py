@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tiny_server import MESSAGES, Serving, client_of, metrics_of, write_model, write_reranker
+from tiny_server import client_of, write_model, write_reranker
 
 import hotset
 from hotset.reporter import Reporter
@@ -77,18 +77,6 @@ async def test_coheres_form(expected: list[tuple[int, float]], client: httpx.Asy
     assert (missing.status_code, missing.json()) == (400, {"message": "documents is missing"})
 
 
-async def test_documents_are_ranked_while_answers_run(
-    expected: list[tuple[int, float]], client: httpx.AsyncClient
-):
-    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 60, "ignore_eos": True}
-
-    alone = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
-    chats = [client.post("/v1/chat/completions", json=body) for _ in range(3)]
-    found = await asyncio.gather(client.post(JINA, json=BODY), *chats)
-    assert results(found[0]) == expected
-    assert all(reply.json()["choices"] == alone for reply in found[1:])
-
-
 async def test_wrong_requests_are_refused(client: httpx.AsyncClient):
     for wrong, said in (
         ({"query": ""}, "query"),
@@ -143,31 +131,3 @@ async def test_a_model_without_a_rank_head_is_refused(tmp_path: Path):
         reply = await client.post(COHERE, json=BODY)
         assert reply.status_code == 501
         assert "no rank head" in reply.json()["message"]
-
-
-def test_a_disconnected_client(path: Path):
-    with Serving(path) as server:
-        with pytest.raises(httpx.ReadTimeout):
-            server.client.post(JINA, json=BODY | {"documents": ["x" * 200] * 2000}, timeout=0.2)
-        server.wait_until_idle()
-        assert server.client.post(JINA, json=BODY).status_code == 200
-
-
-async def test_documents_of_a_disconnected_client_are_not_computed(
-    client: httpx.AsyncClient, service: Service
-):
-    """Check that no token is computed, because none of the documents had begun."""
-
-    thread = service.model.thread
-    with thread.exclusive():  # nothing is computed here
-        asked = asyncio.create_task(client.post(JINA, json=BODY))
-        while thread.counters().waiting < 4:
-            await asyncio.sleep(0)
-        assert (await metrics_of(client))["hotset_answers_open"] == len(DOCUMENTS)
-        asked.cancel()
-        await asyncio.wait([asked])
-    after = await client.post(JINA, json=BODY | {"documents": ["x"]})
-    found = await metrics_of(client)
-    assert found["hotset_prompt_tokens_total"] == after.json()["usage"]["prompt_tokens"]
-    assert found['hotset_answers_total{reason="cancelled"}'] == len(DOCUMENTS)
-    assert found['hotset_answers_total{reason="stop"}'] == 1

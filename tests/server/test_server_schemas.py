@@ -10,17 +10,16 @@ import asyncio
 import json
 import re
 import socket
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from api_schemas import SCHEMAS, ApiSchema, Found
+from api_schemas import SCHEMAS, ApiSchema, both
 from cases import quick_are
 from published_calls import PUBLISHED, TEMPLATES, TOOLS
-from tiny_server import MESSAGES, Serving, client_of, with_template
+from tiny_server import MESSAGES, Serving, client_of, held_steps, with_template
 from tool_models import CALL, CLOCK, HERMES, THINKS, WEATHER, written
 from waiting import WATCHDOG, until
 
@@ -41,18 +40,9 @@ def each(*names: str, **having: bool) -> pytest.MarkDecorator:
         schema
         for schema in SCHEMAS
         if (not names or schema.name in names)
-        and all(getattr(schema, key) == value for key, value in having.items())
+        and all(bool(getattr(schema, key)) == value for key, value in having.items())
     ]
     return pytest.mark.parametrize("schema", found, ids=repr)
-
-
-async def both(client: httpx.AsyncClient, schema: ApiSchema, body: dict[str, Any]) -> Found:
-    """Return the answer, and assert that a stream gives the same, except the number of cached tokens."""
-    whole, _ = await schema.whole(client, body)
-    streamed = await schema.streamed(client, body)
-    streamed.cached = whole.cached
-    assert streamed == whole
-    return whole
 
 
 async def refused(
@@ -167,7 +157,7 @@ async def test_a_stop_string_ends_an_answer(
     engine = service.model.engine
     while engine.has_work:
         await asyncio.sleep(0.001)
-    assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
+    assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_blocks
 
 
 @each(has_logprobs=True)
@@ -505,28 +495,24 @@ async def test_the_servers_limits_apply_to_answers(path: Path, schema: ApiSchema
             assert (found.tokens, found.reason) == (5, "length")
     async with client_of(path, max_seconds=0.0) as (client, _):
         assert "longer than this server gives" in await refused(client, schema, schema.body(**SHORT), 503)
+        if schema.name == "chat":
+            reply = await client.post(schema.url, json=schema.body(**SHORT))
+            assert reply.json()["error"]["code"] == "timeout"
 
 
 @each()
 async def test_a_full_server_and_one_that_shuts_down_refuse_requests(path: Path, schema: ApiSchema):
     async with client_of(path, max_queue=0) as (client, service):
-        gate, step = threading.Event(), service.model.backend.step
-
-        def slow(batch: Any) -> Any:
-            gate.wait(WATCHDOG)
-            return step(batch)
-
-        service.model.backend.step = slow  # type: ignore[method-assign]
-        request = AnswerRequest(messages=MESSAGES, params=hotset.SamplingParams(seed=1), stream=True)
-        answers = [await service.ask(request) for _ in range(4)]
-        reply = await client.post(schema.url, json=schema.body(**SHORT))
-        assert reply.status_code == 429
-        assert int(reply.headers["retry-after"]) >= 1
-        assert schema.error(reply)
-        assert reply.json()["error"] == schema.error(reply) or '"rate_limit_error"' in reply.text
-        for answer in answers:
-            answer.close()
-        gate.set()
+        with held_steps(service.model):
+            request = AnswerRequest(messages=MESSAGES, params=hotset.SamplingParams(seed=1), stream=True)
+            answers = [await service.ask(request) for _ in range(4)]
+            reply = await client.post(schema.url, json=schema.body(**SHORT))
+            assert reply.status_code == 429
+            assert int(reply.headers["retry-after"]) >= 1
+            assert schema.error(reply)
+            assert reply.json()["error"] == schema.error(reply) or '"rate_limit_error"' in reply.text
+            for answer in answers:
+                answer.close()
         while service.model.engine.has_work:
             await asyncio.sleep(0.001)
         await schema.whole(client, schema.body(**SHORT))
@@ -554,21 +540,28 @@ async def test_a_stream_that_fails_ends_with_an_error(
 @pytest.mark.parametrize("stream", [False, True])
 @each()
 def test_a_disconnected_client_ends_its_answer(path: Path, schema: ApiSchema, stream: bool):
-    with Serving(path) as server:
-        begun, gate = threading.Event(), threading.Event()
-        step = server.model.backend.step
-
-        def slow(batch: Any) -> Any:
-            begun.set()
-            gate.wait(WATCHDOG)
-            return step(batch)
-
-        server.model.backend.step = slow  # type: ignore[method-assign]
+    with Serving(path) as server, held_steps(server.model) as held:
         content = json.dumps(schema.body(stream=stream, **SHORT)).encode()
         head = f"POST {schema.url} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", server.port), timeout=WATCHDOG) as connection:
             connection.sendall(head.encode() + content)
-            assert begun.wait(WATCHDOG)
+            assert held.begun.wait(WATCHDOG)
         until(lambda: not server.service.n_open)
-        gate.set()
+        held.gate.set()
         server.wait_until_idle()
+
+
+@each(keep_alive=True)
+def test_a_waiting_stream_sends_keep_alive_events(path: Path, schema: ApiSchema) -> None:
+    """They keep the timers of agents from expiring before the first token."""
+    with Serving(path, keep_alive_seconds=0.01) as server, held_steps(server.model) as held:
+        lines = []
+        body = schema.body(stream=True, **SHORT) | schema.usage_wanted
+        with server.client.stream("POST", schema.url, json=body) as reply:
+            for line in reply.iter_lines():
+                lines.append(line)
+                if lines.count(schema.keep_alive) == 5:
+                    held.gate.set()
+        assert lines.count(schema.keep_alive) >= 5
+        found = schema.read_stream("".join(f"{line}\n" for line in lines))
+        assert (found.text, found.tokens) == (schema.expected(server.model, **SHORT).text, N)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import httpx
 import pytest
 from full_disk import room_for
-from tiny_server import client_of, metrics_of
+from tiny_server import client_of, key_of, metrics_of
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.server.app import create_app
-from hotset.server.keys import NamedKey
 
 PROMPT = "a quick brown fox is " * 10  # 210 tokens, and the beginning of a text
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
@@ -39,17 +37,17 @@ async def test_a_slot_is_saved_restored_and_erased(path: Path, tmp_path: Path) -
         saved = (await act(client, "save", filename="one.bin")).json()
         n_bytes = (tmp_path / "one.bin").stat().st_size
         assert saved.pop("timings")["save_ms"] > 0
-        assert saved == {"id_slot": 0, "filename": "one.bin", "n_saved": 3 * PAGE_SIZE, "n_written": n_bytes}
+        assert saved == {"id_slot": 0, "filename": "one.bin", "n_saved": 3 * BLOCK_SIZE, "n_written": n_bytes}
     async with client_of(path, slot_save_path=str(tmp_path)) as (client, _):
         restored = (await act(client, "restore", filename="one.bin")).json()
         assert restored.pop("timings")["restore_ms"] > 0
         n_bytes = (tmp_path / "one.bin").stat().st_size
         assert restored == {
-            "id_slot": 0, "filename": "one.bin", "n_restored": 3 * PAGE_SIZE, "n_read": n_bytes,
+            "id_slot": 0, "filename": "one.bin", "n_restored": 3 * BLOCK_SIZE, "n_read": n_bytes,
         }  # fmt: skip
-        assert await ask(client) == (expected, 3 * PAGE_SIZE)
+        assert await ask(client) == (expected, 3 * BLOCK_SIZE)
         erased = await client.post("/slots/0?action=erase")
-        assert erased.json() == {"id_slot": 0, "n_erased": 3 * PAGE_SIZE}
+        assert erased.json() == {"id_slot": 0, "n_erased": 3 * BLOCK_SIZE}
         assert await ask(client) == (expected, 0)
         assert (await act(client, "erase", 1)).json() == {"id_slot": 1, "n_erased": 0}
 
@@ -76,7 +74,7 @@ async def test_a_request_names_its_slot(path: Path, tmp_path: Path) -> None:
         await ask(client, prompt="b" * 100, id_slot=-1)
         for slot, n in ((2, 3), (0, 1), (1, 0)):
             saved = (await act(client, "save", slot, filename=f"{slot}")).json()
-            assert saved["n_saved"] == n * PAGE_SIZE
+            assert saved["n_saved"] == n * BLOCK_SIZE
         wrong = await client.post("/v1/completions", json={"prompt": "a", "id_slot": 4})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "id_slot")
         assert "this server has 4" in wrong.json()["error"]["message"]
@@ -107,7 +105,7 @@ async def test_wrong_requests_are_refused(path: Path, tmp_path: Path) -> None:
         (tmp_path / "good").write_bytes(whole[:-1])
         assert (await act(client, "restore", filename="good")).json()[
             "n_restored"
-        ] == 3 * PAGE_SIZE  # still in memory
+        ] == 3 * BLOCK_SIZE  # still in memory
         other = whole[:8] + bytes(16) + whole[24:]
         (tmp_path / "other").write_bytes(other)
         assert (await act(client, "restore", filename="other")).status_code == 400
@@ -161,12 +159,8 @@ async def test_a_file_of_another_kind_is_not_replaced(path: Path, tmp_path: Path
 
 async def test_slots_are_for_keys_that_manage(path: Path, tmp_path: Path) -> None:
     """Otherwise one key could erase another key's slot and replace its files."""
-    keys = [
-        NamedKey(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), manages=name == "root")
-        for name in ("alice", "root")
-    ]
-
-    async with client_of(path, slot_save_path=str(tmp_path), named_keys=tuple(keys)) as (client, _):
+    keys = key_of("alice", manages=False), key_of("root", manages=True)
+    async with client_of(path, slot_save_path=str(tmp_path), named_keys=keys) as (client, _):
         for name, status in (("alice", 403), ("root", 200)):
             for action in ("save", "restore", "erase"):
                 reply = await client.post(
@@ -211,12 +205,12 @@ async def test_answers_after_a_restart_are_the_same_and_counted(path: Path, tmp_
             assert cache is not None
             await service.in_thread(cache.flush)
             counted.append(await metrics_of(client))
-    assert found == [(found[0][0], 0), (found[0][0], 3 * PAGE_SIZE)]
+    assert found == [(found[0][0], 0), (found[0][0], 3 * BLOCK_SIZE)]
     first, second = counted
     assert first["hotset_prompt_cache_blocks_written_total"] == 3
     assert first["hotset_prompt_cache_bytes"] == sum(one.stat().st_size for one in tmp_path.glob("*/*.kv"))
     assert second["hotset_prompt_cache_blocks_read_total"] == 3
-    assert second["hotset_restored_prompt_tokens_total"] == 3 * PAGE_SIZE
+    assert second["hotset_restored_prompt_tokens_total"] == 3 * BLOCK_SIZE
     assert second["hotset_prompt_cache_blocks_written_total"] == 0
 
 
@@ -230,7 +224,7 @@ async def test_several_clients_get_the_same_answers_after_a_restart(path: Path, 
             found.append(list(await asyncio.gather(*asked)))
     first, second = found
     assert [text for text, _ in first] == [text for text, _ in second]
-    assert all(cached == 3 * PAGE_SIZE for _, cached in second)
+    assert all(cached == 3 * BLOCK_SIZE for _, cached in second)
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])

@@ -12,13 +12,17 @@ from typing import Any
 
 import httpx
 import pytest
+from api_schemas import SCHEMAS, Found
+from api_schemas import both as both_of
 from cases import quick_are
-from tiny_server import MESSAGES, events_of, with_template
+from tiny_server import MESSAGES, with_template
 from tool_models import CALL, CLOCK, HERMES, THINKS, WEATHER, written
 
 pytest.importorskip("llguidance")
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SCHEMA = next(schema for schema in SCHEMAS if schema.url == CHAT)
+ROME, OSLO = ("get_weather", {"city": "Rome", "days": 2}), ("get_weather", {"city": "Oslo", "days": 2})
 LLAMA = HERMES.replace("<tool_call>", "<|python_tag|>")
 MISTRAL = HERMES.replace("<tool_call>", "[TOOL_CALLS]")
 QWEN = HERMES.replace("<tool_call>", "<tool_call>\n<function=")
@@ -29,43 +33,8 @@ QWEN_CALL = (
 PARAMS = {"temperature": 0, "max_tokens": 120}
 
 
-async def both(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
-    """Return the message of a whole answer, with its finish_reason.
-
-    Assert that the stream's pieces add up to it.
-    """
-    body = {"messages": MESSAGES} | PARAMS | body
-    reply = await client.post(CHAT, json=body)
-    assert reply.status_code == 200, reply.text
-    choice = reply.json()["choices"][0]
-    message, reason = choice["message"], choice["finish_reason"]
-    events, done = events_of((await client.post(CHAT, json=body | {"stream": True})).text)
-    assert done
-    streamed: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
-    last = None
-    for event in events:
-        for piece in event["choices"]:
-            delta, last = piece["delta"], piece["finish_reason"] or last
-            streamed["content"] += delta.get("content") or ""
-            streamed["reasoning_content"] += delta.get("reasoning_content") or ""
-            for call in delta.get("tool_calls", ()):
-                if call["index"] == len(streamed["tool_calls"]):
-                    assert call["type"] == "function"
-                    streamed["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
-                streamed["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
-    calls = [call["function"] for call in message.get("tool_calls", ())]
-    assert streamed["tool_calls"] == calls
-    assert streamed["content"] == (message["content"] or "")
-    assert streamed["reasoning_content"] == message.get("reasoning_content", "")
-    assert last == reason
-    ids = [call["id"] for call in message.get("tool_calls", ())]
-    assert len(set(ids)) == len(ids)
-    return {
-        "content": message["content"],
-        "calls": calls,
-        "reason": reason,
-        "usage": reply.json()["usage"],
-    } | {"reasoning": message.get("reasoning_content")}
+async def both(client: httpx.AsyncClient, **body: Any) -> Found:
+    return await both_of(client, SCHEMA, {"messages": MESSAGES} | PARAMS | body)
 
 
 @pytest.mark.parametrize(
@@ -89,15 +58,10 @@ async def test_calls_in_the_form_of_the_model(tmp_path: Path, template: str, tex
     async with with_template(tmp_path, template) as (client, service):
         written(service.model, text)
         found = await both(client, tools=[WEATHER, CLOCK], max_tokens=400)
-        assert [call["name"] for call in found["calls"]] == ["get_weather"] * 2
-        assert json.loads(found["calls"][0]["arguments"]) == {"city": "Rome", "days": 2}
-        assert json.loads(found["calls"][1]["arguments"]) == {"city": "Oslo", "days": 2}
-        assert found["content"] == (None if template == LLAMA else "I look.")
-        assert found["reason"] == "tool_calls"
+        text = "" if template == LLAMA else "I look."
+        assert (found.text, found.calls, found.reason) == (text, [ROME, OSLO], "calls")
         one = await both(client, tools=[WEATHER], parallel_tool_calls=False, max_tokens=400)
-        assert len(one["calls"]) == 1
-        assert json.loads(one["calls"][0]["arguments"])["city"] == "Rome"
-        assert one["reason"] == "tool_calls"
+        assert (one.calls, one.reason) == ([ROME], "calls")
 
 
 async def test_without_tools_or_with_none_a_call_is_text(tmp_path: Path):
@@ -105,7 +69,7 @@ async def test_without_tools_or_with_none_a_call_is_text(tmp_path: Path):
         written(service.model, CALL)
         for body in ({}, {"tools": [WEATHER], "tool_choice": "none"}, {"tools": []}):
             found = await both(client, **body)
-            assert (found["content"], found["calls"], found["reason"]) == (CALL, [], "stop")
+            assert (found.text, found.calls, found.reason) == (CALL, [], "stop")
         prompt = await client.post(COMPLETIONS, json={"prompt": "a", "stop": "zz"} | PARAMS)
         assert prompt.json()["choices"][0]["text"] == CALL
 
@@ -115,16 +79,16 @@ async def test_arguments_that_are_not_json_are_passed_on(tmp_path: Path, bad: st
     async with with_template(tmp_path, HERMES) as (client, service):
         written(service.model, f'<tool_call>\n{{"name": "get_weather", "arguments": {bad}')
         found = await both(client, tools=[WEATHER])
-        assert found["reason"] in ("tool_calls", "stop")
-        assert found["calls"] or found["content"]
+        assert found.reason in ("calls", "stop")
+        assert found.calls or found.text
 
 
 async def test_a_truncated_call(tmp_path: Path):
     async with with_template(tmp_path, HERMES) as (client, service):
         written(service.model, CALL)
         found = await both(client, tools=[WEATHER], max_tokens=60)
-        assert found["reason"] == "length"
-        assert found["calls"][0]["arguments"].startswith('{"city')
+        assert found.reason == "length"
+        assert found.calls[0][1].startswith('{"city')
 
 
 @pytest.mark.parametrize("template", quick_are((HERMES,), [HERMES, LLAMA, MISTRAL, QWEN]))
@@ -136,10 +100,9 @@ async def test_a_required_function_is_called(tmp_path: Path, template: str):
             for seed in (1, 2, 3):
                 body = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
                 found = await both(client, **body, temperature=1.5, seed=seed, max_tokens=300)
-                assert found["reason"] == "tool_calls"
-                (call,) = found["calls"]
-                assert call["name"] == "get_weather"
-                arguments = json.loads(call["arguments"])
+                assert found.reason == "calls"
+                ((name, arguments),) = found.calls
+                assert name == "get_weather"
                 assert arguments.keys() == {"city", "days"}
                 assert arguments["city"] in ("Rome", "Oslo")
                 assert 1 <= arguments["days"] <= 7
@@ -147,10 +110,9 @@ async def test_a_required_function_is_called(tmp_path: Path, template: str):
         for seed in range(8):
             body = {"tools": [CLOCK, WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
             found = await both(client, **body, temperature=1.5, seed=seed, max_tokens=500)
-            (call,) = found["calls"]
-            called.add(call["name"])
-            if call["name"] == "get_weather":
-                assert json.loads(call["arguments"]).keys() == {"city", "days"}
+            ((name, arguments),) = found.calls
+            called.add(name)
+            assert arguments.keys() == {"city", "days"} or name == "clock"
         assert called == {"clock", "get_weather"}
 
 
@@ -161,13 +123,12 @@ async def test_strict_tools_with_a_free_choice(tmp_path: Path):
         script = 'Well.<tool_call>\n{"name": "get_weather", "arguments": {"town": "Paris"}}\n</tool_call>'
         written(service.model, script)
         found = await both(client, tools=[strict, CLOCK], max_tokens=300)
-        assert found["content"] == "Well."
-        arguments = json.loads(found["calls"][0]["arguments"])
-        assert arguments.keys() == {"city", "days"}
+        assert found.text == "Well."
+        assert found.calls[0][1].keys() == {"city", "days"}
     async with with_template(tmp_path, LLAMA) as (client, service):
         written(service.model, '{"name": "get_weather", "parameters": {"town": "Paris"}}')
         found = await both(client, tools=[strict], max_tokens=300)
-        assert json.loads(found["calls"][0]["arguments"]) == {"town": "Paris"}
+        assert found.calls == [("get_weather", {"town": "Paris"})]
 
 
 async def test_wrong_tools_are_refused(tmp_path: Path):
@@ -196,29 +157,18 @@ async def test_a_template_without_tools_gets_them_as_text(tmp_path: Path):
     ):
         body = {"tools": [WEATHER], "parallel_tool_calls": False}
         required = await both(client, **body, tool_choice="required", temperature=1.5, seed=1, max_tokens=400)
-        assert json.loads(required["calls"][0]["arguments"]).keys() == {"city", "days"}
+        assert required.calls[0][1].keys() == {"city", "days"}
         written(service.model, f"I look.\n{CALL}")
         found = await both(client, **body, max_tokens=400)
-        assert (found["content"], found["reason"]) == ("I look.", "tool_calls")
-        assert json.loads(found["calls"][0]["arguments"]) == {"city": "Rome", "days": 2}
-        prompt = {"model": "tiny", "messages": MESSAGES}
-        plain = (await client.post("/v1/chat/completions", json=prompt | PARAMS)).json()["usage"][
-            "prompt_tokens"
-        ]
-        assert found["usage"]["prompt_tokens"] > plain + len(WEATHER["function"]["name"])
+        assert (found.text, found.calls, found.reason) == ("I look.", [ROME], "calls")
+        assert found.prompt_tokens > (await both(client)).prompt_tokens + len(WEATHER["function"]["name"])
 
 
-async def test_reasoning_is_separate(tmp_path: Path):
+async def test_a_template_that_closes_the_reasoning(tmp_path: Path):
     async with with_template(tmp_path, THINKS) as (client, service):
-        written(service.model, f"Hmm, hm.\n</think>\n\nYes.\n{CALL}")
-        found = await both(client, tools=[WEATHER])
-        assert (found["reasoning"], found["content"]) == ("Hmm, hm.", "Yes.")
-        assert found["calls"][0]["name"] == "get_weather"
-        details = found["usage"]["completion_tokens_details"]
-        assert 8 <= details["reasoning_tokens"] <= 20
-        assert details["reasoning_tokens"] < found["usage"]["completion_tokens"]
-        plain = await both(client, chat_template_kwargs={"closed": True})
-        assert plain["reasoning"] is None
+        written(service.model, "Hmm, hm.")
+        found = await both(client, chat_template_kwargs={"closed": True})
+        assert (found.reasoning, found.text) == ("", "Hmm, hm.")
 
 
 async def test_reasoning_effort_reaches_the_template(tmp_path: Path):
@@ -231,7 +181,7 @@ async def test_reasoning_effort_reaches_the_template(tmp_path: Path):
     async with with_template(tmp_path, told) as (client, _):
         for effort, text in (("none", "False/"), ("high", "True/high"), ("xhigh", "True/high")):
             found = await both(client, reasoning_effort=effort, max_tokens=1)
-            assert found["usage"]["prompt_tokens"] == 1 + len(text)
+            assert found.prompt_tokens == 1 + len(text)
 
 
 async def test_reasoning_before_a_form_is_unconstrained(tmp_path: Path):
@@ -240,12 +190,11 @@ async def test_reasoning_before_a_form_is_unconstrained(tmp_path: Path):
         form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
         written(service.model, 'Hmm {"b".\n</think>\n\n{"a": 3}')
         found = await both(client, response_format=form)
-        assert (found["reasoning"], found["content"]) == ('Hmm {"b".', '{"a": 3}')
+        assert (found.reasoning, found.text) == ('Hmm {"b".', '{"a": 3}')
         written(service.model, f"Hmm.\n</think>\n\n{CALL}")
         named = {"type": "function", "function": {"name": "get_weather"}}
         found = await both(client, tools=[CLOCK, WEATHER], tool_choice=named)
-        assert found["reasoning"] == "Hmm."
-        assert json.loads(found["calls"][0]["arguments"]) == {"city": "Rome", "days": 2}
+        assert (found.reasoning, found.calls) == ("Hmm.", [ROME])
 
 
 async def test_forms_of_answers(tmp_path: Path):
@@ -261,19 +210,18 @@ async def test_forms_of_answers(tmp_path: Path):
     async with with_template(tmp_path, HERMES) as (client, _):
         for seed in range(6):
             draw = {"temperature": 1.5, "seed": seed}
-            found = json.loads((await both(client, response_format=form, **draw))["content"])
+            found = json.loads((await both(client, response_format=form, **draw)).text)
             assert set(found) == {"a", "b"}
             assert 0 <= found["a"] <= 9
             assert found["b"] in ("x", "yy")
-            assert (await both(client, regex="(ab|c){3}", **draw))["content"].count("c") <= 3
-            by_rules = (await both(client, grammar='root ::= "yes" | "no"', **draw))["content"]
-            assert by_rules in ("yes", "no")
+            assert (await both(client, regex="(ab|c){3}", **draw)).text.count("c") <= 3
+            assert (await both(client, grammar='root ::= "yes" | "no"', **draw)).text in ("yes", "no")
             body = {"prompt": "a", "json_schema": schema, "max_tokens": 100} | draw
             text = (await client.post(COMPLETIONS, json=body)).json()["choices"][0]["text"]
             assert json.loads(text)["b"] in ("x", "yy")
         found = await both(client, response_format={"type": "json_object"}, temperature=0, max_tokens=30)
-        assert found["content"].lstrip().startswith("{")
-        assert (await both(client, response_format={"type": "text"}, max_tokens=3))["reason"] == "length"
+        assert found.text.lstrip().startswith("{")
+        assert (await both(client, response_format={"type": "text"}, max_tokens=3)).reason == "length"
 
 
 ROMAN = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"],
@@ -287,15 +235,13 @@ async def test_tools_together_with_a_form_of_the_answer(tmp_path: Path, text: st
 
     async with with_template(tmp_path, HERMES) as (client, service):
         must = {"tools": [WEATHER], "tool_choice": "required", "response_format": form}
-        assert (await both(client, **must))["calls"]
+        assert (await both(client, **must)).calls
         free = await both(client, tools=[WEATHER], response_format=form, tool_choice="none")
-        assert '{"city":"Rome"}'.startswith("".join(free["content"].split()))
+        assert '{"city":"Rome"}'.startswith("".join(free.text.split()))
         written(service.model, text)
         one = await both(client, tools=[WEATHER], response_format=form)
-        assert (one["reason"], bool(one["calls"])) == (
-            ("tool_calls", True) if text == CALL else ("stop", False)
-        )
-        assert text == CALL or one["content"] == text
+        expected = ("", [ROME], "calls") if text == CALL else (text, [], "stop")
+        assert (one.text, one.calls, one.reason) == expected
 
 
 async def test_wrong_forms_are_refused(tmp_path: Path):

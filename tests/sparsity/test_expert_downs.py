@@ -63,7 +63,7 @@ def test_bits_equal_the_plain_file(model_path: Path) -> None:
             (ready.weights, copied, {"n_threads": 1, "isa": "scalar"}),
             (ready.weights, copied, {"n_threads": 2, "sparse": False}),
         ):
-            backend = cpu_backend(weights, graph, n_pages=2, n_states=4, max_batch=80, **way)
+            backend = cpu_backend(weights, graph, n_blocks=2, n_states=4, max_batch=80, **way)
             found.append(decoded(backend))
             backend.close()
         for other in found[1:]:
@@ -94,7 +94,7 @@ def test_every_operation_is_the_references(model_path: Path) -> None:
         config = config_from_gguf(gguf)
         ready = prepare(gguf, config, choose(config, gguf.tensors))
         graph = describe(config, ready.weights.tensors)
-        backend = cpu_backend(ready.weights, graph, n_pages=2, max_batch=80, n_threads=2, kv_type="f32")
+        backend = cpu_backend(ready.weights, graph, n_blocks=2, max_batch=80, n_threads=2, kv_type="f32")
         assert_every_operation_is_right(ready.weights, graph, backend, IDS, [50, 51], [1, 0])
         backend.close()
         ready.weights.close()

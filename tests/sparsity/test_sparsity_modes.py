@@ -47,7 +47,7 @@ def prepared(gguf: GGUFFile, *asked: str | None) -> Prepared:
 
 def logits(weights: Any, gguf: GGUFFile, **how: Any) -> np.ndarray:
     graph = describe(config_from_gguf(gguf), weights.tensors, **how)
-    backend = ReferenceBackend(weights, graph, n_pages=2)
+    backend = ReferenceBackend(weights, graph, n_blocks=2)
     return taps.whole(taps.of_backend(backend), np.arange(12, dtype=np.int32) * 7, ("blk.1.out",))[
         "blk.1.out"
     ]
@@ -141,8 +141,8 @@ def test_a_type_without_planes_is_copied_by_input(tmp_path: Path) -> None:
     assert [isinstance(op, Linear) and op.input_major is not None for op in downs] == [True] * 2
     plain = describe(config_from_gguf(gguf), gguf.tensors)
     ids = tokens(30)
-    expected = logits_of(cpu_backend(gguf, plain, n_pages=1, max_batch=64, n_threads=1), ids, [], [0])
-    backend = cpu_backend(ready.weights, graph, n_pages=1, max_batch=64, n_threads=2)
+    expected = logits_of(cpu_backend(gguf, plain, n_blocks=1, max_batch=64, n_threads=1), ids, [], [0])
+    backend = cpu_backend(ready.weights, graph, n_blocks=1, max_batch=64, n_threads=2)
     np.testing.assert_array_equal(logits_of(backend, ids, list(range(1, 30)), [0]), expected)
     assert prepared(gguf, "dense").notes == []
 

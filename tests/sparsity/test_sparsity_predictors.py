@@ -37,7 +37,7 @@ def tapped(backend: Backend, tokens: np.ndarray, names: Sequence[str]) -> dict[s
 
 
 def reference(weights: WeightSource, graph: Graph) -> ReferenceBackend:
-    return ReferenceBackend(weights, graph, n_pages=8)
+    return ReferenceBackend(weights, graph, n_blocks=8)
 
 
 GIVEN = Calibration(TOKENS, recall=0.99, open_backend=reference)
@@ -362,9 +362,9 @@ def test_texts_that_a_model_writes(tmp_path: Path) -> None:
     # For samples at temperature 1, the mean log-probability is minus the entropy: compute both.
     from hotset.backends.base import Batch
 
-    pages, steps = np.arange(2, dtype=np.int32)[None], np.arange(70, dtype=np.int32)
+    blocks, steps = np.arange(2, dtype=np.int32)[None], np.arange(70, dtype=np.int32)
     logits = (
-        reference(gguf, graph).step(Batch(one[0], steps, steps * 0, pages, steps)).logits.astype(np.float64)
+        reference(gguf, graph).step(Batch(one[0], steps, steps * 0, blocks, steps)).logits.astype(np.float64)
     )
     logp = (
         logits

@@ -37,7 +37,7 @@ def tapped(backend: Backend, tokens: np.ndarray, names: Sequence[str]) -> dict[s
 
 def reference(weights: WeightSource, gguf: GGUFFile, predictor: Any = None) -> ReferenceBackend:
     graph = describe(config_from_gguf(gguf), weights.tensors, predictor)
-    return ReferenceBackend(weights, graph, n_pages=3, max_batch=50)
+    return ReferenceBackend(weights, graph, n_blocks=3, max_batch=50)
 
 
 def profiled(gguf: GGUFFile, tokens: np.ndarray = TOKENS) -> Profile:

@@ -130,7 +130,7 @@ def test_nothing_yet_is_zero_and_json(tmp_path: Path) -> None:
 def test_counts_of_a_backend_equal_its_taps(architecture: str, tmp_path: Path) -> None:
     gguf = opened(tmp_path / "model.gguf", architecture)
     graph = describe(config_from_gguf(gguf), gguf.tensors, MLP)
-    backend = ReferenceBackend(gguf, graph, n_pages=1, sparse=True)
+    backend = ReferenceBackend(gguf, graph, n_blocks=1, sparse=True)
     costs = StepCosts(graph, gguf.tensors)
     active, steps = 0, []
     for values in taps.of_backend(backend)(
@@ -152,7 +152,7 @@ def test_recall_and_precision(tmp_path: Path) -> None:
     tokens = (np.arange(120, dtype=np.int32) * 5 % 96).reshape(2, 60)
 
     def backend(graph: Graph) -> ReferenceBackend:
-        return ReferenceBackend(gguf, graph, n_pages=1)
+        return ReferenceBackend(gguf, graph, n_blocks=1)
 
     found = measure_predictor(taps.of_backend(backend(graph)), graph, tokens, 64)
     for i, layer in enumerate(found):

@@ -48,9 +48,9 @@ def test_routes_equal_whole_steps(tmp_path: Path, activation: str) -> None:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         names = tuple(f"blk.{i}.ffn_route" for i in range(3))
         for row, start in zip(ids, found.starts, strict=True):
-            backend = cpu_backend(gguf, graph, n_pages=2, max_batch=70, kv_type="f16")
-            pages, none = np.array([[0, 1]], np.int32), np.zeros(0, np.int32)
-            batch = Batch(row, np.arange(70, dtype=np.int32), np.zeros(70, np.int32), pages, none, names)
+            backend = cpu_backend(gguf, graph, n_blocks=2, max_batch=70, kv_type="f16")
+            blocks, none = np.array([[0, 1]], np.int32), np.zeros(0, np.int32)
+            batch = Batch(row, np.arange(70, dtype=np.int32), np.zeros(70, np.int32), blocks, none, names)
             taps = backend.step(batch).taps
             for i, name in enumerate(names):
                 np.testing.assert_array_equal(found.routes[start : start + 70, i], taps[name][:, :3])

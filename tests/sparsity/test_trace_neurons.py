@@ -20,7 +20,7 @@ from sparse_runs import prepared, write
 from stored_weights import stored
 
 import hotset
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.convert.reorder import reorder
 from hotset.errors import FormatError, InvalidRequestError
@@ -53,7 +53,8 @@ def random_trace(n_tokens: int = 60, seed: int = 0) -> NeuronTrace:
 def traced(gguf: GGUFFile, mode: str, predictor: str | None = None) -> NeuronTrace | RouteTrace:
     """Return some of test_cpu_backend's tokens."""
     ready, graph = prepared(gguf, mode, predictor)
-    backend = cpu_backend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=mode != "dense")
+    options: Any = {"n_blocks": 8, "max_batch": 128, "n_threads": 2, "sparse": mode != "dense"}
+    backend = cpu_backend(ready.weights, graph, **options)
 
     def steps(ids: Any, names: Any) -> Iterator[Any]:
         return taps.of_backend(backend)(ids, names)
@@ -71,7 +72,7 @@ def test_a_trace_has_the_neurons_that_a_step_needs(tmp_path: Path, mode: str) ->
     assert isinstance(trace, NeuronTrace)
     assert trace.sparsity == mode
     ready, graph = prepared(gguf, mode, "svd" if mode == "predicted" else None)
-    backend = cpu_backend(ready.weights, graph, n_pages=8, max_batch=1, n_threads=1, sparse=True)
+    backend = cpu_backend(ready.weights, graph, n_blocks=8, max_batch=1, n_threads=1, sparse=True)
     for i, id in enumerate(tokens(N_TOKENS)):
         backend.step(batch([(np.array([id]), i, [0])]))
         stats = backend.stats()
@@ -288,7 +289,7 @@ def test_run_under_a_budget_has_the_predicted_hits(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(ram, "own_memory", lambda: 0)
     monkeypatch.setattr(ram, "PROGRAM", 0)
     model = write_sparse(tmp_path / "m.gguf")
-    settings: dict[str, Any] = {"n_ctx": PAGE_SIZE, "device": "cpu", "max_batch": 1}
+    settings: dict[str, Any] = {"n_ctx": BLOCK_SIZE, "device": "cpu", "max_batch": 1}
     with hotset.load(model, **settings, ram_budget=0.5) as roomy:
         assert roomy.ram is not None
         fixed = roomy.ram.total - roomy.ram.neurons

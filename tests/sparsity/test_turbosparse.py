@@ -71,11 +71,11 @@ def test_a_model_without_its_mask_would_be_another(model: tuple[Path, Any], tmp_
     at = data.index(key) + len(key) + 4  # the type of the value is between them
     assert data[at] == 1
     path.write_bytes(data[:at] + b"\0" + data[at + 1 :])
-    ids, pages = tokens(40), [0]
+    ids, blocks = tokens(40), [0]
     with open_gguf(path) as plain, open_gguf(model[0] / "model.gguf") as masked:
         assert not config_from_gguf(plain).masked
-        other = logits_of(cpu(plain), ids, [], pages)
-        assert relative_error(logits_of(cpu(masked), ids, [], pages), other) > 0.05
+        other = logits_of(cpu(plain), ids, [], blocks)
+        assert relative_error(logits_of(cpu(masked), ids, [], blocks), other) > 0.05
 
 
 @pytest.mark.parametrize("type_", ["f32", "q8_0", "q4_0"])

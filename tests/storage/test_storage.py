@@ -25,9 +25,9 @@ from typing import Any
 import pytest
 from fake_hub import FakeHub
 from file_kinds import needs_links
+from told import Told
 
 from hotset.errors import DownloadError, HotsetError, ModelNotFoundError, UnsupportedModelError
-from hotset.reporter import Reporter
 from hotset.storage import aliases, catalogue, fetch, resolve, store
 from hotset.storage import download as download_module
 from hotset.storage import hub as hub_module
@@ -36,18 +36,6 @@ from hotset.storage.download import Checksum, alone, download
 from hotset.storage.hub import HubFile, check_path, choose_model, type_of
 
 GB = 10**9
-
-
-class Log(Reporter):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.steps: list[tuple[str, int, int]] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-    def advance(self, label: str, done: int, total: int, unit: str = "bytes") -> None:
-        self.steps.append((label, done, total))
 
 
 def blob(size: int, seed: int = 0) -> bytes:
@@ -340,7 +328,7 @@ def serve(hub: FakeHub, data: bytes = DATA, path: str = "m.gguf") -> str:
 
 
 def test_download_is_whole_checked_and_renamed(hub: FakeHub, tmp_path: Path) -> None:
-    log = Log()
+    log = Told()
     target = tmp_path / "deep" / "m.gguf"
     download(serve(hub), target, size=len(DATA), checksum=sha256(DATA), progress=log)
     assert target.read_bytes() == DATA
@@ -443,7 +431,7 @@ def test_dead_server_gives_one_message_quickly(tmp_path: Path) -> None:
         download("http://127.0.0.1:9/m.gguf", tmp_path / "m.gguf", size=10)
 
 
-class Waiting(Log):
+class Waiting(Told):
     """A reporter that notices when a process waits for another."""
 
     def __init__(self) -> None:
@@ -464,7 +452,7 @@ def test_two_downloads_of_one_file_do_not_mix(hub: FakeHub, tmp_path: Path) -> N
             assert log.waits.wait(60)
             put(tmp_path / "m.gguf", DATA)
         second.result(60)
-    assert log.lines == ["Another process is fetching m.gguf: waiting for it."]
+    assert log.said == ["Another process is fetching m.gguf: waiting for it."]
     assert hub.requests == []  # the first one's file is used
     assert os.listdir(tmp_path) == ["m.gguf"]
 
@@ -487,7 +475,7 @@ def test_waiter_of_a_lock_holds_it_exclusively(tmp_path: Path) -> None:
         with alone(tmp_path / "m"):
             done = pool.submit(wait)
             assert log.waits.wait(60)
-        while "in" not in log.lines:
+        while "in" not in log.said:
             done.exception(0) if done.done() else time.sleep(0.01)
         with pytest.raises(Timeout):
             FileLock(tmp_path / "m.lock").acquire(timeout=0)
@@ -517,12 +505,12 @@ def test_file_on_the_disk_is_checked(hub: FakeHub, tmp_path: Path, monkeypatch: 
 
 
 def test_check_fetches_damaged_files_of_the_right_size_again(hub: FakeHub, tmp_path: Path) -> None:
-    target, log = put(tmp_path / "m.gguf", DATA[::-1]), Log()
+    target, log = put(tmp_path / "m.gguf", DATA[::-1]), Told()
     download(serve(hub), target, size=len(DATA), checksum=sha256(DATA), progress=log)
     assert target.read_bytes() == DATA[::-1]
     download(serve(hub), target, size=len(DATA), checksum=sha256(DATA), check=True, progress=log)
     assert target.read_bytes() == DATA
-    assert log.lines == ["Checking m.gguf.", "m.gguf is damaged: fetching it again.", "Checking m.gguf."]
+    assert log.said == ["Checking m.gguf.", "m.gguf is damaged: fetching it again.", "Checking m.gguf."]
     hub.requests.clear()
     download(serve(hub), target, size=len(DATA), checksum=sha256(DATA), check=True, progress=log)
     assert hub.requests == []
@@ -814,13 +802,13 @@ def test_pull_fetches_the_model_with_its_activation_folder(home: Path, hub: Fake
         "activation/activation_0.pt": b"zero", "activation/activation_10.pt": b"ten",
         "other/activation_1.pt": b"not this",
     }  # fmt: skip
-    path = fetch.pull("hf:owner/repo", progress=(log := Log()))
+    path = fetch.pull("hf:owner/repo", progress=(log := Told()))
     folder = home / "models" / "owner--repo"
     assert path == folder / "model.gguf"
     assert path.read_bytes() == DATA
     names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
     assert names == ["activation/activation_0.pt", "activation/activation_10.pt", "config.json", "model.gguf"]
-    assert "the repository's only model, with 3 files that belong to it" in log.lines[0]
+    assert "the repository's only model, with 3 files that belong to it" in log.said[0]
     assert all("/resolve/c0ffee/" in request[0] for request in hub.asked("resolve"))
     assert all(request[2] == "Bearer hf_secret" for request in hub.asked("resolve"))
 
@@ -964,11 +952,11 @@ def test_shards_of_several_models_are_kept_apart() -> None:
 def test_a_download_without_a_checksum_says_so(home: Path, hub: FakeHub, checksum: object) -> None:
     hub.repositories["owner/repo"] = {**MODEL, "config.json": b"{}"}
     hub.checksums["model.gguf"] = checksum
-    fetch.pull("hf:owner/repo", progress=(log := Log()))
+    fetch.pull("hf:owner/repo", progress=(log := Told()))
     said = ["model.gguf has no checksum in the listing: only its size was compared."]
-    assert log.lines[1:] == said
-    fetch.pull("hf:owner/repo", check=True, progress=(log := Log()))
-    assert log.lines[1:] == ["Checking config.json.", "Checking model.gguf.", *said]
+    assert log.said[1:] == said
+    fetch.pull("hf:owner/repo", check=True, progress=(log := Told()))
+    assert log.said[1:] == ["Checking config.json.", "Checking model.gguf.", *said]
 
 
 def test_pull_with_check_mends_every_file(home: Path, hub: FakeHub) -> None:
@@ -1319,9 +1307,9 @@ def test_check_mends_a_default_of_the_right_size(
         hub.repositories[entry.repo] = {"model.gguf": DATA}
     assert fetch.pull(entry.name) == path
     assert path.read_bytes() == DATA[::-1]
-    assert fetch.pull(entry.name, check=True, progress=(log := Log())) == path
+    assert fetch.pull(entry.name, check=True, progress=(log := Told())) == path
     assert path.read_bytes() == DATA
-    assert log.lines[:2] == ["Checking model.gguf.", "model.gguf is damaged: fetching it again."]
+    assert log.said[:2] == ["Checking model.gguf.", "model.gguf is damaged: fetching it again."]
     no_pip(monkeypatch)
     hub.repositories.clear()
     assert fetch.pull(entry.name, check=True) == path  # complete: no request is sent

@@ -36,7 +36,7 @@ _RESPONSE_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 @dataclass
 class Found:
-    """An answer. calls: names and arguments.
+    """An answer. calls: names and arguments, which are text if they are not JSON.
 
     reason: "stop", "length" or "calls". logprobs: of each token. cached: cached tokens of the prompt. cached,
     reasoning_tokens: None if the schema does not report them.
@@ -44,7 +44,7 @@ class Found:
 
     text: str = ""
     reasoning: str = ""
-    calls: list[tuple[str, Json]] = field(default_factory=list)
+    calls: list[tuple[str, Any]] = field(default_factory=list)
     reason: str = ""
     logprobs: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -57,7 +57,8 @@ class ApiSchema:
     """An API schema.
 
     subject: the field with the prompt. sampling: names of the fields of SamplingParams. is_chat: whether it
-    takes messages. has_tools, chooses_tools, has_logprobs, counts_cached: which fields exist.
+    takes messages. has_tools, chooses_tools, has_logprobs, counts_cached: which fields exist. keep_alive: the
+    line that a waiting stream repeats, or "".
     """
 
     name: str
@@ -70,6 +71,7 @@ class ApiSchema:
     has_tools = chooses_tools = counts_cached = has_logprobs = is_chat = True
     usage_wanted: ClassVar[Json] = {}
     stream_type = "text/event-stream"
+    keep_alive = ": keep-alive"
 
     def __repr__(self) -> str:
         return self.name
@@ -157,6 +159,15 @@ class ApiSchema:
         return str(getattr(error, "message", error))
 
 
+async def both(client: httpx.AsyncClient, schema: ApiSchema, body: Json) -> Found:
+    """Return the answer, and assert that a stream gives the same, except the number of cached tokens."""
+    whole, _ = await schema.whole(client, body)
+    streamed = await schema.streamed(client, body)
+    streamed.cached = whole.cached
+    assert streamed == whole
+    return whole
+
+
 def events_of(text: str) -> list[Json]:
     """Return the JSON of server-sent events; a named event gets its name as type."""
     events = []
@@ -224,9 +235,10 @@ class Chat(_OpenAI):
         ChatCompletion.model_validate(raw, strict=True)
         (choice,), message = raw["choices"], raw["choices"][0]["message"]
         calls = [call["function"] for call in message.get("tool_calls", ())]
+        assert len({call["id"] for call in message.get("tool_calls", ())}) == len(calls)
         return Found(
             message["content"] or "", message.get("reasoning_content", ""),
-            [(call["name"], json.loads(call["arguments"])) for call in calls],
+            [(call["name"], _arguments(call["arguments"])) for call in calls],
             _REASONS[choice["finish_reason"]], _logprobs((choice["logprobs"] or {}).get("content")),
             **self.usage(raw["usage"]),
         )  # fmt: skip
@@ -243,10 +255,11 @@ class Chat(_OpenAI):
             found.reasoning += delta.get("reasoning_content", "")
             found.logprobs += _logprobs((choice["logprobs"] or {}).get("content"))
             for call in delta.get("tool_calls", ()):
+                assert (call["index"] in calls) == ("type" not in call) == ("id" not in call)
                 name, arguments = calls.get(call["index"], ("", ""))
                 function = call["function"]
                 calls[call["index"]] = function.get("name", name), arguments + function["arguments"]
-        found.calls = [(name, json.loads(arguments)) for name, arguments in calls.values()]
+        found.calls = [(name, _arguments(arguments)) for name, arguments in calls.values()]
         found.reason = _REASONS[choices[-1]["finish_reason"]]
         return found
 
@@ -294,6 +307,7 @@ class Responses(_OpenAI):
     }  # fmt: skip
     usage_wanted: ClassVar = {}
     usage_names = ("input_tokens", "output_tokens")
+    keep_alive = "event: response.in_progress"
 
     def tool(self, tool: Json) -> Json:
         return {"type": "function", "strict": None, **tool["function"]}
@@ -359,6 +373,7 @@ class Messages(ApiSchema):
     name, url = "messages", "/v1/messages"
     body_type, reply, error_reply = MessagesBody, shapes.MessageReply, shapes.AnthropicErrorReply
     has_logprobs = False
+    keep_alive = "event: ping"
     sampling: ClassVar = {
         "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "stop": "stop_sequences",
         "max_tokens": "max_tokens",
@@ -431,7 +446,7 @@ class OllamaChat(ApiSchema):
     body_type, error_reply = OllamaChatBody, shapes.OllamaErrorReply
     reply: type[shapes.Shape] = shapes.OllamaChatReply
     chooses_tools = counts_cached = False
-    stream_type = "application/x-ndjson"
+    stream_type, keep_alive = "application/x-ndjson", ""
     sampling: ClassVar = {
         "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
         "repetition_penalty": "repeat_penalty", "penalty_last_n": "repeat_last_n",
@@ -494,6 +509,13 @@ _REASONS = {
     "stop": "stop", "end_turn": "stop", "stop_sequence": "stop", "length": "length", "max_tokens": "length",
     "model_context_window_exceeded": "length", "tool_calls": "calls", "tool_use": "calls",
 }  # fmt: skip
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _logprobs(entries: list[Json] | None) -> list[float]:

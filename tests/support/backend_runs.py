@@ -23,7 +23,7 @@ from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 
 N_VOCAB = 96
-PAGES = 40
+BLOCKS = 40
 ISAS = [  # test_bits.py and kernel_test compare all; whole steps with scalar kernels are slow
     pytest.param(isa, marks=pytest.mark.slow if isa == "scalar" else ()) for isa in _core.available_isas()
 ]
@@ -49,7 +49,7 @@ def cpu_backend(weights: WeightSource, graph: Graph, **options: Any) -> CpuBacke
 
 def cpu(gguf: GGUFFile, **options: Any) -> CpuBackend:
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    return cpu_backend(gguf, graph, **{"n_pages": PAGES, "max_batch": 128, "n_threads": 2, **options})
+    return cpu_backend(gguf, graph, **{"n_blocks": BLOCKS, "max_batch": 128, "n_threads": 2, **options})
 
 
 def tokens(n: int, seed: int = 0) -> np.ndarray:
@@ -58,20 +58,20 @@ def tokens(n: int, seed: int = 0) -> np.ndarray:
 
 def batch(parts: Sequence[tuple[np.ndarray, int, list[int]]], taps: tuple[str, ...] = ()) -> Batch:
     """Return one step of several sequences: (tokens, first position, KV blocks). All logits are wanted."""
-    table = np.full((len(parts), max(len(pages) for _, _, pages in parts)), -1, np.int32)
-    for i, (_, _, pages) in enumerate(parts):
-        table[i, : len(pages)] = pages
+    table = np.full((len(parts), max(len(blocks) for _, _, blocks in parts)), -1, np.int32)
+    for i, (_, _, blocks) in enumerate(parts):
+        table[i, : len(blocks)] = blocks
     ids = np.concatenate([t for t, _, _ in parts]).astype(np.int32)
     positions = np.concatenate([np.arange(at, at + len(t)) for t, at, _ in parts]).astype(np.int32)
     owners = np.concatenate([np.full(len(t), i) for i, (t, _, _) in enumerate(parts)]).astype(np.int32)
     return Batch(ids, positions, owners, table, np.arange(len(ids), dtype=np.int32), taps)
 
 
-def logits_of(backend: Any, ids: np.ndarray, splits: Sequence[int], pages: list[int]) -> np.ndarray:
+def logits_of(backend: Any, ids: np.ndarray, splits: Sequence[int], blocks: list[int]) -> np.ndarray:
     """Return the logits of every token, computed in steps that end at `splits`."""
     rows, at = [], 0
     for end in [*splits, len(ids)]:
-        rows.append(backend.step(batch([(ids[at:end], at, pages)])).logits.copy())
+        rows.append(backend.step(batch([(ids[at:end], at, blocks)])).logits.copy())
         at = end
     return np.concatenate(rows)
 
@@ -81,7 +81,7 @@ def counted_twice(gguf: GGUFFile, *, sparse: bool) -> Iterator[tuple[Batch, Step
     ids = tokens(31)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     native = cpu(gguf, sparse=sparse)
-    reference = ReferenceBackend(gguf, graph, n_pages=1, sparse=sparse, kv_type="f16")
+    reference = ReferenceBackend(gguf, graph, n_blocks=1, sparse=sparse, kv_type="f16")
     for step in (batch([(ids[:30], 0, [0])]), batch([(ids[30:], 30, [0])])):
         native.step(step)
         reference.step(step)
@@ -97,12 +97,12 @@ def assert_every_operation_is_right(
     backend: CpuBackend,
     ids: np.ndarray,
     splits: Sequence[int],
-    pages: list[int],
+    blocks: list[int],
 ) -> None:
     """Assert that each value equals the reference's within its operation's rounding (derived_bounds)."""
-    oracle = Oracle(gguf, graph, n_pages=backend.n_pages, kv_type=backend.kv_type)
+    oracle = Oracle(gguf, graph, n_blocks=backend.n_blocks, kv_type=backend.kv_type)
     names, at = tuple(value.name for value in graph.values), 0
     for end in [*splits, len(ids)]:
-        step = batch([(ids[at:end], at, pages)], names)
+        step = batch([(ids[at:end], at, blocks)], names)
         oracle.check(step, backend.step(step))
         at = end

@@ -42,7 +42,7 @@ def generate(engine: Engine, tokens: list[int], **params: Any) -> Sequence:
         engine.prepare(tokens, SamplingParams(**{"seed": 1, "max_tokens": 40} | params))
     )
     drain(engine)
-    assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
+    assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_blocks
     states = engine.scheduler.states
     assert states is None or states.n_available == states.n_states
     return sequence

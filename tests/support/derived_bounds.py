@@ -69,7 +69,7 @@ LANES, BLOCK = 16, 32
 TREE = 4  # additions that sum sixteen lanes
 AXPY_RANGES, AXPY_TILE = 16, 64  # csrc/ops/axpy.cpp
 SPLIT = 512  # positions of one running softmax
-PAGE = 64
+KV_BLOCK = 64
 EXP = 4 * U  # relative error of the kernels' exp: 1.7e-7 of its polynomial, and its last roundings
 
 
@@ -288,7 +288,7 @@ def attention_bound(
         scores, of_cap = softcap * np.tanh(scores / softcap), soft_cap_bound(softcap)
     highest = scores.max()
     of_score = of_cap + gamma(head_dim + head_dim // BLOCK + 5) * magnitude + U * np.abs(scores - highest)
-    rescaled = -(-n // PAGE) + 1 + -(-n // SPLIT) + 1 + n_more
+    rescaled = -(-n // KV_BLOCK) + 1 + -(-n // SPLIT) + 1 + n_more
     of_weight = np.expm1(of_score.max() + rescaled * (EXP + 3 * U) + EXP)
     weights = np.exp(scores - highest)
     sums = weights @ np.abs(values) / weights.sum()
@@ -707,7 +707,7 @@ class Oracle(ReferenceBackend):
                 if op.sinks is not None:  # like a position without a value
                     scores = np.append(scores, self._weight(op.sinks)[head])
                     magnitude, v = np.append(magnitude, 0), np.vstack([v, np.zeros(v.shape[1])])
-                n_more = 0 if op.blocks is None else -(-len(slots[token]) // PAGE)
+                n_more = 0 if op.blocks is None else -(-len(slots[token]) // KV_BLOCK)
                 off = attention_bound(scores, magnitude, roundings, v, op.softcap, n_more)
                 if of_values.rotated:  # transformed back; here and in the kernel
                     off = spread(off + 2 * gamma(TRANSFORM) * np.abs(v).max(axis=0))

@@ -9,15 +9,18 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from pathlib import Path
+from typing import Any
 
 import pytest
 from byte_models import vocabulary, write_model, write_sparse
 from tiny_gguf import write_llama
 
+import hotset
 from hotset.engine.draft_model import OfModel
 from hotset.engine.sequence import Sequence
 from hotset.engine.speculation import Draft, StepTimes
 from hotset.formats.gguf import open_gguf
+from hotset.generation import Completion
 from hotset.model.config import config_from_gguf
 from hotset.model.thresholds import LayerThresholds
 from hotset.sparsity.thresholds import Calibrated, Thresholds, thresholds_path
@@ -29,6 +32,46 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     note = StepTimes.note
     monkeypatch.setattr(StepTimes, "note", lambda self, n, _: note(self, n, 1 + 0.05 * n))
     monkeypatch.setattr(OfModel, "seconds_per_token", 0.0)
+
+
+SMALL: dict[str, Any] = {"device": "cpu", "n_ctx": 256, "n_threads": 2, "n_seqs": 4}
+SOURCE = Path(hotset.__file__).with_name("units.py").read_text("utf-8")
+PROMPTS = [SOURCE[i : i + 40 + i // 2] for i in range(0, 240, 30)]  # several blocks each
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 0.7, "logprobs": 0},
+    {"temperature": 0.5, "repetition_penalty": 1.1, "penalty_last_n": -1, "stop": ("qq", "zz")},
+]
+
+
+def answers(model: hotset.Model, kind: dict[str, Any]) -> list[Completion]:
+    """Return the answers to some prompts one by one, and then to all prompts at once."""
+    found = [model.generate(text, seed=i, max_tokens=30, **kind) for i, text in enumerate(PROMPTS[:2])]
+    return found + model.generate_many(PROMPTS, seed=5, max_tokens=30, **kind)
+
+
+def essence(found: list[Completion]) -> list[Any]:
+    return [(one.text, one.tokens, one.logprobs, one.finish_reason) for one in found]
+
+
+def assert_drafts_change_nothing(
+    path: Path,
+    drafts: dict[str, Any],
+    plain: dict[str, Any] | None = None,
+    *,
+    kinds: Many[dict[str, Any]] = KINDS,
+    **both: Any,
+) -> hotset.Model:
+    """Compare the answers without and with the settings `drafts`; return the closed model that drafted."""
+    with (
+        hotset.load(path, **SMALL | both | (plain or {})) as alone,
+        hotset.load(path, **SMALL | both | drafts) as drafting,
+    ):
+        for kind in kinds:
+            assert essence(answers(drafting, kind)) == essence(answers(alone, kind))
+        counted = drafting.thread.counters()
+        assert counted.drafted_tokens >= counted.accepted_tokens > 0
+    return drafting
 
 
 class Guesser:

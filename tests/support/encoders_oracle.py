@@ -21,7 +21,7 @@ tiny_models = pytest.importorskip("tiny_models")
 
 ENCODERS = tiny_models.ENCODERS
 LENGTHS = (150, 90, 37, 1)  # tokens
-PAGES_EACH = 3
+BLOCKS_EACH = 3
 TOLERANCE = 1e-4  # of the largest value
 
 
@@ -55,7 +55,7 @@ def recipe(request: pytest.FixtureRequest, run_folder: Path) -> Iterator[tuple[G
 
 def batch_of(numbers: list[int]) -> Batch:
     """Return some of the texts in one step, each in its own KV blocks."""
-    tables = np.arange(PAGES_EACH * len(LENGTHS), dtype=np.int32).reshape(PAGES_EACH, -1).T[:, ::-1].copy()
+    tables = np.arange(BLOCKS_EACH * len(LENGTHS), dtype=np.int32).reshape(BLOCKS_EACH, -1).T[:, ::-1].copy()
     chosen = [texts()[i] for i in numbers]
     n = sum(map(len, chosen))
     return Batch(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats, check_states
+from hotset.backends.base import BLOCK_SIZE, Batch, StepResult, StepStats, check_states
 from hotset.engine.engine import Engine
 from hotset.errors import StepCancelledError
 
@@ -23,18 +23,18 @@ class FakeBackend:
     def __init__(
         self,
         n_vocab: int = 97,
-        n_pages: int = 64,
+        n_blocks: int = 64,
         max_batch: int = 128,
         peak: float = 3.0,
         n_states: int = 0,
     ) -> None:
         self.n_vocab = n_vocab
-        self.n_pages = n_pages
+        self.n_blocks = n_blocks
         self.n_states = n_states
         self.states: list[tuple[int, ...] | None] = [None] * n_states
         self.max_batch = max_batch
         self.peak = peak
-        self.cache = np.full((n_pages, PAGE_SIZE), -1, np.int64)
+        self.cache = np.full((n_blocks, BLOCK_SIZE), -1, np.int64)
         self.n_tokens_seen = 0
         self.batches: list[int] = []
         self.fail_at_step: int | None = None
@@ -65,16 +65,16 @@ class FakeBackend:
         self.n_tokens_seen += n
         self.batches.append(n)
         for token, position, sequence in zip(batch.tokens, batch.positions, batch.sequences, strict=True):
-            page = batch.page_tables[sequence, position // PAGE_SIZE]
-            assert 0 <= page < self.n_pages
-            self.cache[page, position % PAGE_SIZE] = token
+            block = batch.block_tables[sequence, position // BLOCK_SIZE]
+            assert 0 <= block < self.n_blocks
+            self.cache[block, position % BLOCK_SIZE] = token
         if self.n_states:
             self._go_on(batch)
         logits = np.empty((len(batch.outputs), self.n_vocab), np.float32)
         for row, output in enumerate(batch.outputs):
-            pages = batch.page_tables[batch.sequences[output]]
+            blocks = batch.block_tables[batch.sequences[output]]
             n_seen = int(batch.positions[output]) + 1
-            seen = self.cache[pages[: -(-n_seen // PAGE_SIZE)]].reshape(-1)[:n_seen]
+            seen = self.cache[blocks[: -(-n_seen // BLOCK_SIZE)]].reshape(-1)[:n_seen]
             assert (seen >= 0).all()
             logits[row] = fake_logits(seen, self.n_vocab, self.peak)
         return StepResult(logits)
@@ -93,22 +93,22 @@ class FakeBackend:
             assert len(tokens) == batch.positions[t] + 1
             if batch.saves[t] >= 0:
                 self.states[batch.saves[t]] = tokens
-            pages = batch.page_tables[sequence, : -(-len(tokens) // PAGE_SIZE)]
-            assert tuple(self.cache[pages].reshape(-1)[: len(tokens)]) == tokens
+            blocks = batch.block_tables[sequence, : -(-len(tokens) // BLOCK_SIZE)]
+            assert tuple(self.cache[blocks].reshape(-1)[: len(tokens)]) == tokens
 
     # ---- copying in and out (CacheMemory)
 
-    page_nbytes = PAGE_SIZE * 8
+    block_nbytes = BLOCK_SIZE * 8
 
     @property
     def state_nbytes(self) -> int:
         return 8 * (1 + _LONGEST_STATE) if self.n_states else 0
 
-    def read_page(self, page: int) -> bytes:
-        return self.cache[page].tobytes()
+    def read_block(self, block: int) -> bytes:
+        return self.cache[block].tobytes()
 
-    def write_page(self, page: int, data: bytes) -> None:
-        self.cache[page] = np.frombuffer(data, np.int64)
+    def write_block(self, block: int, data: bytes) -> None:
+        self.cache[block] = np.frombuffer(data, np.int64)
 
     def read_state(self, slot: int) -> bytes:
         tokens = self.states[slot] or ()

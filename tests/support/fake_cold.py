@@ -26,7 +26,7 @@ class FakeCpuWorker:
     ) -> None:
         self.layers, self.graph, self.max_batch = tuple(sorted(layers)), graph, max_batch
         self._hot = layers
-        self._reference = ReferenceBackend(weights, graph, n_pages=1)
+        self._reference = ReferenceBackend(weights, graph, n_blocks=1)
         # Results keep their memory between steps, like memory that a device has mapped.
         width = graph.ops[0].out.width
         self._out = {layer: torch.zeros((max_batch, width)) for layer in layers}

@@ -135,7 +135,7 @@ class Weak:
 
 
 class LateStream:
-    """The Beside of backends/triton/experts_fetch.py: work is done when its end is awaited, not before.
+    """The stream of backends/triton/experts_fetch.py: work is done when its end is awaited, not before.
 
     Like a stream of torch, it holds its work's tensors as weak references. Tensors that the tested code drops
     too early are poisoned when they are read. Work is a `partial`, so that its arguments are visible.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from make_blocks import random_blocks
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.triton import fallback
 from hotset.backends.triton import matrix as matrices
 from hotset.backends.triton.matrix import DeviceMatrix
@@ -62,14 +62,14 @@ class Cache:
     """KV blocks in random order for sequences of given lengths, and the reference's attention over them."""
 
     def __init__(self, lengths: list[int], n_head_kv: int, dim: int, dim_v: int, dtype: torch.dtype) -> None:
-        needed = [-(-n // PAGE_SIZE) for n in lengths]
+        needed = [-(-n // BLOCK_SIZE) for n in lengths]
         free = rng_of(sum(lengths)).permutation(sum(needed) + 2)
         self.tables = np.full((len(lengths), max(needed) + 1), -1, np.int32)
         for row, n in zip(self.tables, needed, strict=True):
             row[:n], free = free[:n], free[n:]
-        n_pages = sum(needed) + 2
-        self.k = torch.full((n_pages, n_head_kv, PAGE_SIZE, dim), float("nan"), dtype=dtype)
-        self.v = torch.full((n_pages, n_head_kv, PAGE_SIZE, dim_v), float("nan"), dtype=dtype)
+        n_blocks = sum(needed) + 2
+        self.k = torch.full((n_blocks, n_head_kv, BLOCK_SIZE, dim), float("nan"), dtype=dtype)
+        self.v = torch.full((n_blocks, n_head_kv, BLOCK_SIZE, dim_v), float("nan"), dtype=dtype)
         self.lengths = lengths
 
     def tokens(self, last: int) -> tuple[torch.Tensor, torch.Tensor]:

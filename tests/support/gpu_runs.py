@@ -39,7 +39,7 @@ def write(path: Path, model: str, type: GGMLType = T.F32, **options: Any) -> GGU
 
 
 def gpu(weights: Any, graph: Any, **options: Any) -> GpuBackend:
-    given = {"n_pages": 8, "max_batch": 64, "kv_type": "f32", "sparse": True, **options}
+    given = {"n_blocks": 8, "max_batch": 64, "kv_type": "f32", "sparse": True, **options}
     how = taken(BackendOptions, given)
     return open_gpu(
         weights, graph, given.pop("device", "simulated"), how, gpu=taken(GpuOptions, given), **given
@@ -47,7 +47,7 @@ def gpu(weights: Any, graph: Any, **options: Any) -> GpuBackend:
 
 
 def gpu_stage(weights: Any, graph: Any, *, hot: Any = None, span: Span = WHOLE, **options: Any) -> GpuStage:
-    given = {"n_pages": 8, "max_batch": 64, "kv_type": "f32", "sparse": True, "worker": None, **options}
+    given = {"n_blocks": 8, "max_batch": 64, "kv_type": "f32", "sparse": True, "worker": None, **options}
     how, worker = taken(BackendOptions, given), given.pop("worker")
     gpu = GpuOptions(**given)
     return GpuStage(
@@ -67,7 +67,7 @@ def assert_only_torch_computes(gguf: GGUFFile, refusal: str) -> None:
     """
     ready, graph = prepared(gguf, "dense")
     ids = tokens(40)
-    expected = logits_of(ReferenceBackend(ready.weights, graph, n_pages=1), ids, [], [0])
+    expected = logits_of(ReferenceBackend(ready.weights, graph, n_blocks=1), ids, [], [0])
     found = TorchGraph(gguf, graph).logits(torch.from_numpy(ids[None].astype(np.int64)))
     assert_close(found.numpy(), expected)
     with pytest.raises(UnsupportedModelError, match=refusal):

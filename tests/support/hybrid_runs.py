@@ -33,7 +33,7 @@ def hybrid(gguf: GGUFFile, owners: tuple[int, ...] = (0, 0), **options: Any) -> 
 
 def chain(placement: Placement, weights: WeightSource, graph: Graph, **options: Any) -> ChainBackend:
     """Open the CPU and torch's devices as a chain. expert_slots, fetching: values for each device."""
-    given = {"n_pages": 8, "max_batch": 48, "kv_type": "f32", "sparse": True, "timeout": WATCHDOG, **options}
+    given = {"n_blocks": 8, "max_batch": 48, "kv_type": "f32", "sparse": True, "timeout": WATCHDOG, **options}
     n = len(placement.devices)
     if "expert_slots" in given:
         slots, fetching = given.pop("expert_slots"), given.pop("fetching", None)

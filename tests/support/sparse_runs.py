@@ -47,7 +47,7 @@ def prepared(gguf: GGUFFile, mode: str, predictor: str | None = None) -> tuple[P
 
 def cpu(gguf: GGUFFile, mode: str, predictor: str | None = None, **options: Any) -> CpuBackend:
     ready, graph = prepared(gguf, mode, predictor)
-    given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": mode != "dense", **options}
+    given = {"n_blocks": 8, "max_batch": 128, "n_threads": 2, "sparse": mode != "dense", **options}
     return cpu_backend(ready.weights, graph, **given)
 
 

@@ -42,11 +42,11 @@ def stored(
     least, most = all_of_it.store.least_bytes, all_of_it.store.most_bytes
     sizes = all_of_it.sizes
     made = weights(sizes.all if share == 1 else sizes.resident + least + int(share * (most - least)))
-    given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": mode != "dense", **options}
+    given = {"n_blocks": 8, "max_batch": 128, "n_threads": 2, "sparse": mode != "dense", **options}
     return cpu_backend(made, graph, **given), made  # type: ignore[arg-type]
 
 
-PAGES = [2, 0]
+BLOCKS = [2, 0]
 
 
 def failures_of(
@@ -58,7 +58,7 @@ def failures_of(
     for i in range(len(ids)):
         for _ in range(50):
             try:
-                logits = backend.step(batch([(ids[i : i + 1], i, PAGES)])).logits.copy()
+                logits = backend.step(batch([(ids[i : i + 1], i, BLOCKS)])).logits.copy()
                 break
             except ReadError:
                 n_failed += 1
@@ -77,7 +77,7 @@ def streaming(gguf: GGUFFile, share: float, **options: Any) -> tuple[CpuBackend,
     n_bytes = sizes.least_of_all + int(share * (sizes.resident + sizes.most - sizes.least_of_all))
     reader = _core.Reader(options.pop("ring", False), 4)
     weights = StoredWeights(Overlay(gguf), graph, n_bytes, use, reader=reader, gap=0)
-    given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, **options}
+    given = {"n_blocks": 8, "max_batch": 128, "n_threads": 2, **options}
     return cpu_backend(weights, graph, **given), weights
 
 

@@ -57,7 +57,7 @@ def cpu(
 ) -> CpuBackend:
     weights, graph = graph_of(gguf, layer_thresholds, mode)
     return cpu_backend(
-        weights, graph, **{"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": True, **options}
+        weights, graph, **{"n_blocks": 8, "max_batch": 128, "n_threads": 2, "sparse": True, **options}
     )
 
 
@@ -131,10 +131,10 @@ def clearly(
         gguf = write(own, architecture, type_, seed=seed, **options)
         weights, graph = graph_of(gguf, layer_thresholds)
         found = [op for op in graph.primitives if isinstance(op, Threshold)]
-        backend = ReferenceBackend(weights, graph, n_pages=8, kv_type="f32")
+        backend = ReferenceBackend(weights, graph, n_blocks=8, kv_type="f32")
         step = replace(batch([(IDS, 0, [0])], tuple(op.x.name for op in found)), thresholded=thresholded)
         taken = backend.step(step)
         near = [np.abs(np.abs(taken.taps[op.x.name]) / op.threshold - 1).min() for op in found]
         if min(near, default=1.0) > MARGIN:
-            return gguf, run(ReferenceBackend(weights, graph, n_pages=8, kv_type="f32"), IDS, thresholded)
+            return gguf, run(ReferenceBackend(weights, graph, n_blocks=8, kv_type="f32"), IDS, thresholded)
     raise AssertionError("every seed has a value at its threshold")

@@ -7,8 +7,9 @@ import json
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from byte_models import write_model, write_reranker
 from waiting import WATCHDOG, until
 
 import hotset
+from hotset.backends.base import Batch, StepResult
 from hotset.server.app import create_app
+from hotset.server.keys import NamedKey, digest
 from hotset.server.listen import Server, bound_socket
 from hotset.server.service import Host, Service
 from hotset.server.settings import ServerSettings
@@ -26,7 +29,16 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 ClientAndService = AbstractAsyncContextManager[tuple[httpx.AsyncClient, Service]]
 
-__all__ = ["MESSAGES", "Serving", "client_of", "events_of", "text_of", "write_model", "write_reranker"]
+__all__ = [
+    "MESSAGES", "Serving", "client_of", "events_of", "held_steps", "key_of", "text_of", "write_model",
+    "write_reranker",
+]  # fmt: skip
+
+
+def service_of(path: Path, load: dict[str, Any] | None = None, **settings: Any) -> Service:
+    """Return the service of a model. load: LoadSettings; settings: ServerSettings."""
+    how = {"device": "cpu", "n_threads": 1, "max_sequences": 4} | (load or {})
+    return Service(lambda: hotset.load(path, **how), ServerSettings(**settings), name="tiny")
 
 
 @asynccontextmanager
@@ -34,10 +46,40 @@ async def client_of(
     path: Path, *, load: dict[str, Any] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
     """Yield a client of a server that has loaded the model. load: LoadSettings; settings: ServerSettings."""
-    how = {"device": "cpu", "n_threads": 1, "max_sequences": 4} | (load or {})
-    service = Service(lambda: hotset.load(path, **how), ServerSettings(**settings), name="tiny")
+    service = service_of(path, load, **settings)
     async with client_to(service) as client:
         yield client, service
+
+
+@dataclass
+class HeldSteps:
+    """Steps of a model that wait for `gate`. begun: whether a step has."""
+
+    begun: threading.Event
+    gate: threading.Event
+
+
+@contextmanager
+def held_steps(model: hotset.Model) -> Iterator[HeldSteps]:
+    """Hold the model's steps from now on. They run once the gate is set or the block ends."""
+    held, step = HeldSteps(threading.Event(), threading.Event()), model.backend.step
+
+    def waiting(batch: Batch) -> StepResult:
+        held.begun.set()
+        assert held.gate.wait(WATCHDOG)
+        return step(batch)
+
+    model.backend.step = waiting  # type: ignore[method-assign]
+    try:
+        yield held
+    finally:
+        held.gate.set()
+        model.backend.step = step  # type: ignore[method-assign]
+
+
+def key_of(name: str, **more: Any) -> NamedKey:
+    """Return a key that equals its name. more: fields of NamedKey."""
+    return NamedKey(name=name, sha256=digest(name).hex(), **more)
 
 
 def with_template(folder: Path, template: str, *, n_ctx: int = 2048, **settings: Any) -> ClientAndService:
@@ -60,17 +102,19 @@ async def client_to(host: Host) -> AsyncIterator[httpx.AsyncClient]:
 
 
 class Serving:
-    """A server on a local port, in a thread. load: LoadSettings; settings: ServerSettings."""
+    """A server on a local port, in a thread. load: LoadSettings; settings: ServerSettings.
 
-    def __init__(self, path: Path, *, load: dict[str, Any] | None = None, **settings: Any) -> None:
-        how = {"device": "cpu", "n_threads": 1, "max_sequences": 4} | (load or {})
-        self.service = Service(
-            lambda: hotset.load(path, **how), ServerSettings(port=0, **settings), name="tiny"
-        )
+    given: a model, or a host of models with settings of its own.
+    """
+
+    def __init__(self, given: Path | Host, *, load: dict[str, Any] | None = None, **settings: Any) -> None:
+        if isinstance(given, Path):
+            given = service_of(given, load, port=0, **settings)
+        self.service: Any = given
         self._bound = bound_socket("127.0.0.1", 0)
         self.port = self._bound.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = Server(self.service, self._bound, lambda where: None, create_app(self.service))
+        self.server = Server(given, self._bound, lambda where: None, create_app(given))
         self._thread = threading.Thread(target=self._run)
 
     def set_send_buffer(self, n_bytes: int) -> None:
@@ -83,7 +127,7 @@ class Serving:
     def __enter__(self) -> Serving:
         self.client = httpx.Client(base_url=self.url, timeout=WATCHDOG, trust_env=False, verify=False)
         self._thread.start()
-        until(lambda: self.service.is_ready, "the model is not loaded")
+        until(lambda: self.server.started and getattr(self.service, "is_ready", True), "no model is loaded")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,7 +139,8 @@ class Serving:
 
     @property
     def model(self) -> hotset.Model:
-        return self.service.model
+        model: hotset.Model = self.service.model
+        return model
 
     def wait_until_idle(self) -> None:
         """Wait until nothing runs or waits, and every KV block is free."""
@@ -103,7 +148,7 @@ class Serving:
 
         def is_idle() -> bool:
             busy = self.service.n_open or engine.scheduler.running or engine.scheduler.waiting
-            return not busy and engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
+            return not busy and engine.scheduler.pool.n_available == engine.scheduler.pool.n_blocks
 
         until(is_idle, "the server does not come to rest")
 

@@ -29,7 +29,7 @@ def same_as_reference(gguf: GGUFFile, predictor: Predictor | None = None) -> Non
     step = batch([(ids.tolist(), 0, [0])])
     if graph.recurrent:  # from a state of zeros, which is not kept
         step = replace(step, states=np.full(1, -1, np.int32), saves=np.full(40, -1, np.int32))
-    expected = ReferenceBackend(gguf, graph, n_pages=1).step(step).logits
+    expected = ReferenceBackend(gguf, graph, n_blocks=1).step(step).logits
     found = TorchGraph(gguf, graph).logits(torch.from_numpy(np.stack([ids, ids])))
     assert found.shape == (80, graph.result.width)
     for text in (found[:40], found[40:]):

@@ -12,7 +12,7 @@ from backend_runs import cpu_backend
 from cases import quick_are
 from made_once import made_once
 
-from hotset.backends.base import PAGE_SIZE, Backend, Batch
+from hotset.backends.base import BLOCK_SIZE, Backend, Batch
 from hotset.backends.reference import ReferenceBackend
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.config import config_from_gguf
@@ -26,8 +26,8 @@ tiny_models = pytest.importorskip("tiny_models")
 
 TOLERANCE = 1e-4  # of the largest logit
 LENGTHS = (150, 90, 37)  # tokens of the sequences
-PAGES_EACH = 3
-N_CTX = PAGES_EACH * PAGE_SIZE
+BLOCKS_EACH = 3
+N_CTX = BLOCKS_EACH * BLOCK_SIZE
 BACKENDS: dict[str, Callable[..., Backend]] = {"reference": ReferenceBackend, "cpu": cpu_backend}
 RECIPES = tiny_models.RECIPES | tiny_models.EXPERTS
 
@@ -56,7 +56,7 @@ def recipe(request: pytest.FixtureRequest, run_folder: Path) -> Iterator[Any]:
 def open_backend(name: str, gguf: GGUFFile) -> Backend:
     graph = describe(config_from_gguf(gguf).for_context(N_CTX), gguf.tensors)
     return BACKENDS[name](
-        gguf, graph, n_pages=PAGES_EACH * len(LENGTHS), n_states=2 * len(LENGTHS), max_batch=256,
+        gguf, graph, n_blocks=BLOCKS_EACH * len(LENGTHS), n_states=2 * len(LENGTHS), max_batch=256,
         kv_type="f32",
     )  # fmt: skip
 
@@ -67,7 +67,7 @@ def run(backend: Backend, sequences: Sequence[np.ndarray], plan: Sequence[Sequen
     plan: for each step, (sequence, number of tokens) pairs. The KV blocks of the sequences are interleaved,
     so that a block table is never the identity.
     """
-    tables = np.arange(PAGES_EACH * len(sequences), dtype=np.int32).reshape(PAGES_EACH, -1).T[:, ::-1].copy()
+    tables = np.arange(BLOCKS_EACH * len(sequences), dtype="i4").reshape(BLOCKS_EACH, -1).T[:, ::-1].copy()
     done, logits = [0] * len(sequences), [[] for _ in sequences]
     steps = np.zeros(len(sequences), np.int32)
     for step in plan:

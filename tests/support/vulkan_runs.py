@@ -11,6 +11,7 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,18 +84,24 @@ def missing() -> str | None:
         return str(error)
 
 
-@pytest.fixture(autouse=True)
-def validated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+@contextmanager
+def validation(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[None]:
     """Make opened devices report the validation layers' messages; at the end nothing may be left open."""
     if (reason := missing()) is not None:
         pytest.skip(f"no Vulkan driver with validation layers: `make test-deps` installs them ({reason})")
     monkeypatch.setenv("HOTSET_VULKAN_VALIDATION", "1")
-    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOTSET_HOME", str(home))
     _core.vulkan_late_messages()
     yield
     _core.vulkan_fail("", 0, 0)
     gc.collect()
     assert _core.vulkan_late_messages() == []  # about devices that were closed with objects left open
+
+
+@pytest.fixture(autouse=True)
+def validated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    with validation(monkeypatch, tmp_path / "home"):
+        yield
 
 
 def vulkan(
@@ -126,7 +133,7 @@ def vulkan(
         expert_slots=(expert_slots,) * n_devices,
     )
     staged = options.pop("staged", False)
-    given = {"n_pages": 8, "max_batch": 80, "kv_type": "f32", "sparse": True, **options}
+    given = {"n_blocks": 8, "max_batch": 80, "kv_type": "f32", "sparse": True, **options}
     return open_placed(placement, gguf, graph, BackendOptions(**given), staged=staged)
 
 
@@ -352,12 +359,12 @@ class VulkanOracle(Oracle):
 
 
 def assert_every_operation_is_right(
-    gguf: GGUFFile, backend: ChainBackend, ids: np.ndarray, splits: Sequence[int], pages: list[int]
+    gguf: GGUFFile, backend: ChainBackend, ids: np.ndarray, splits: Sequence[int], blocks: list[int]
 ) -> None:
     """Assert that each value equals the reference's within its operation's rounding."""
     oracle, at = oracle_of(gguf, backend), 0
     for end in [*splits, len(ids)]:
-        step = batch([(ids[at:end], at, pages)], every_value(backend))
+        step = batch([(ids[at:end], at, blocks)], every_value(backend))
         oracle.check(step, backend.step(step))
         at = end
 
@@ -365,13 +372,13 @@ def assert_every_operation_is_right(
 def assert_operations_of_sequences_are_right(gguf: GGUFFile, backend: ChainBackend) -> None:
     """Assert the same for two sequences with states in one step, in unordered KV blocks."""
     oracle, at = oracle_of(gguf, backend), [0, 0]
-    texts, pages = [tokens(70, 1), tokens(66, 2)], [[3, 1], [0, 2]]
+    texts, blocks = [tokens(70, 1), tokens(66, 2)], [[3, 1], [0, 2]]
     steps = np.zeros(2, np.int32)
     parts: list[list[tuple[int, int]]] = [[(0, 61)], [(1, 1), (0, 1)], [(0, 2), (1, 65)], [(0, 6)]]
     if stage_of(backend).graph.is_encoder:
         parts = [[(0, 70), (1, 66)], [(1, 7)]]
     for chosen in parts:
-        given = [(texts[row][at[row] :][:n], at[row], pages[row]) for row, n in chosen]
+        given = [(texts[row][at[row] :][:n], at[row], blocks[row]) for row, n in chosen]
         step = batch(given, every_value(backend))
         rows = np.array([row for row, _ in chosen])
         slots = np.stack([2 * rows, 2 * rows + 1], axis=1).astype(np.int32)
@@ -384,7 +391,7 @@ def assert_operations_of_sequences_are_right(gguf: GGUFFile, backend: ChainBacke
 
 def oracle_of(gguf: GGUFFile, backend: ChainBackend) -> VulkanOracle:
     return VulkanOracle(
-        gguf, stage_of(backend).graph, n_pages=backend.n_pages, n_states=max(backend.n_states, 2),
+        gguf, stage_of(backend).graph, n_blocks=backend.n_blocks, n_states=max(backend.n_states, 2),
         max_batch=backend.max_batch, kv_type=stage_of(backend).kv_type,
     )  # fmt: skip
 

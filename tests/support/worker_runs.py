@@ -28,7 +28,7 @@ def cpu_worker(gguf: GGUFFile, mode: str, share: float = 0.3, **options: Any) ->
 
 
 def offload(weights: Any, graph: Any, layers: Any, **options: Any) -> CpuOffload:
-    given = {"n_pages": 1, "max_batch": 16, "sparse": True, **options}
+    given = {"n_blocks": 1, "max_batch": 16, "sparse": True, **options}
     return CpuOffload(weights, graph, layers, "cpu", taken(BackendOptions, given), **given)
 
 

@@ -184,7 +184,7 @@ def prepared(engine: Engine, prompt: list[int], params: SamplingParams, kind: st
 def answers(kind: str, form: dict[str, Any], seeds: range, **params: Any) -> list[Sequence]:
     """Return finished answers of random logits, four at a time, at a temperature that takes any token."""
     made = grammars(kind)
-    backend = FakeBackend(n_vocab=made.tokenizer.n_vocab + 5, n_pages=64)  # (padded, as in real models)
+    backend = FakeBackend(n_vocab=made.tokenizer.n_vocab + 5, n_blocks=64)  # (padded, as in real models)
     engine = Engine(backend, 512, max_sequences=4)
     prompt = made.tokenizer.encode("Hello")
     found = []
@@ -193,7 +193,7 @@ def answers(kind: str, form: dict[str, Any], seeds: range, **params: Any) -> lis
         found.append(prepared(engine, prompt, each, kind))
     while engine.has_work:
         engine.step()
-    assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
+    assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_blocks
     return found
 
 
@@ -428,12 +428,12 @@ def test_same_tokens_in_any_batch_and_without_free_blocks():
         return found
 
     n_vocab = made.tokenizer.n_vocab
-    (alone,) = run(Engine(FakeBackend(n_vocab, n_pages=64), 256), 1)
-    few = Engine(FakeBackend(n_vocab, n_pages=5), 256, max_sequences=3)
+    (alone,) = run(Engine(FakeBackend(n_vocab, n_blocks=64), 256), 1)
+    few = Engine(FakeBackend(n_vocab, n_blocks=5), 256, max_sequences=3)
     leave, n_left = few.scheduler.remove, []
     few.scheduler.remove = lambda sequence: (n_left.append(sequence.finish_reason), leave(sequence))[1]  # type: ignore[method-assign]
     crowded = run(few, 3)
-    assert None in n_left, "none lost its pages"
+    assert None in n_left, "none lost its blocks"
     assert crowded[0].tokens == alone.tokens
     for sequence in crowded:
         assert sequence.error is None
@@ -448,7 +448,7 @@ def test_looking_ahead_changes_no_token(monkeypatch: pytest.MonkeyPatch):
     params = SamplingParams(seed=5, max_tokens=60)
 
     def answers(n: int) -> list[list[int]]:
-        engine = Engine(FakeBackend(made.tokenizer.n_vocab, n_pages=64), 256, max_sequences=n)
+        engine = Engine(FakeBackend(made.tokenizer.n_vocab, n_blocks=64), 256, max_sequences=n)
         sequences = []
         for i in range(n):
             rule = made.constraint("regex", "([a-z ]{1,40}\\.\n){20,30}")

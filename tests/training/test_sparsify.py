@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 from cases import quick_are
 from tiny_gguf import write_llama, write_relu
+from told import Told
 from waiting import WATCHDOG
 
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFWriter, open_gguf
-from hotset.formats.quants import GGMLType
+from hotset.formats.imatrix import ImportanceMatrix, Inputs
+from hotset.formats.quants import GGMLType, dequantize
 from hotset.model.config import config_from_gguf
 
 torch = pytest.importorskip("torch")
@@ -30,7 +32,9 @@ tiny_models = pytest.importorskip("tiny_models")
 import hotset  # noqa: E402
 from hotset.backends.torch.functions import rms_norm  # noqa: E402
 from hotset.backends.torch.graph import TorchGraph  # noqa: E402
-from hotset.reporter import Reporter  # noqa: E402
+from hotset.convert.reorder import reorder  # noqa: E402
+from hotset.sparsity.profile import collect  # noqa: E402
+from hotset.sparsity.sidecar import fingerprint  # noqa: E402
 from hotset.training import generate as writing  # noqa: E402
 from hotset.training.adapters import TrainedAdapters, digest, merge  # noqa: E402
 from hotset.training.calibrate import LayerTarget, calibrate, cheapest, choose_targets, kernel_widths  # noqa: E402
@@ -378,18 +382,6 @@ def test_adapters_do_not_depend_on_strides_and_keep_small_channels(tmp_path: Pat
         assert (error < 0.02 * np.abs(value).max(axis)).all()
 
 
-class Told(Reporter):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.steps: list[tuple[str, int, int]] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def advance(self, label: str, done: int, total: int, unit: str = "bytes") -> None:
-        self.steps.append((label, done, total))
-
-
 class TestTraining:
     def test_the_start_tells_how_far_it_is(self, silu: Path, tmp_path: Path) -> None:
         reporter = Told()
@@ -543,6 +535,60 @@ class TestMerging:
             assert gguf.tensors["blk.0.ffn_gate.bias"].type == GGMLType.F32
             assert gguf.tensors["output.weight"].type == GGMLType.F32
             assert gguf.metadata["general.file_type"] == 7
+
+    def test_keeps_the_types_of_the_original_and_can_be_reordered(self, tmp_path: Path) -> None:
+        path = write_llama(
+            tmp_path / "q4_1.gguf", type_of=lambda name: GGMLType.Q4_1, spread=lambda name: 1.0
+        )
+        with open_gguf(path) as gguf:
+            base = load_base(gguf)
+            tokens = torch.from_numpy(TOKENS[: 8 * N_CTX]).long().view(8, N_CTX)
+            student = Student(base, "relu", 4)
+            calibrate(base, student, tokens, [LayerTarget(0.2, 16), LayerTarget(0.3)])
+            values = {name: value.detach().numpy() for name, value in student.named_values()}
+            merge(gguf, TrainedAdapters(values, "relu", 4, digest(gguf)), tmp_path / "out.gguf")
+        with open_gguf(tmp_path / "out.gguf") as gguf:
+            down = gguf.tensors["blk.0.ffn_down_t.weight"]
+            assert (down.type, down.shape) == (GGMLType.Q8_0, (64, 96))
+            assert gguf.tensors["blk.1.attn_q.weight"].type == GGMLType.Q4_1
+            assert gguf.tensors["blk.1.ffn_up.weight"].type == GGMLType.Q4_1
+            assert "blk.0.ffn_down.weight" not in gguf.tensors
+        tokens = TOKENS[:N_CTX]
+        with hotset.load(tmp_path / "out.gguf", n_ctx=64) as model:
+            profile = collect(model.tap_steps, model.config, tokens[None], model=fingerprint(model.gguf))
+            before = model.logits(tokens.tolist())
+        reorder(tmp_path / "out.gguf", tmp_path / "sorted.gguf", profile)
+        with hotset.load(tmp_path / "sorted.gguf", n_ctx=64) as model:
+            assert model.sparsity.mode == "exact"
+            after = model.logits(tokens.tolist())
+        np.testing.assert_allclose(after, before, atol=0.02 * np.abs(before).max())
+
+    def test_importance_lowers_the_errors_of_important_inputs(self, tmp_path: Path) -> None:
+        path = write_llama(
+            tmp_path / "q4_1.gguf", type_of=lambda name: GGMLType.Q4_1, spread=lambda name: 1.0
+        )
+        weights = np.where(np.arange(64) < 8, 1000, 1).astype(np.float32)
+        importance = ImportanceMatrix({"blk.0.ffn_up.weight": Inputs(weights[None], np.ones(1, np.float32))})
+        with open_gguf(path) as gguf:
+            student = Student(load_base(gguf), "relu", 4)
+            for value in student.parameters():
+                torch.nn.init.normal_(value)
+            values = {name: value.detach().numpy() for name, value in student.named_values()}
+            adapters = TrainedAdapters(values, "relu", 4, digest(gguf))
+            for name, type, by in (
+                ("f32", GGMLType.F32, None),
+                ("plain", None, None),
+                ("by", None, importance),
+            ):
+                merge(gguf, adapters, tmp_path / f"{name}.gguf", type, importance=by)
+
+        def up(name: str) -> np.ndarray:
+            with open_gguf(tmp_path / f"{name}.gguf") as gguf:
+                info = gguf.tensors["blk.0.ffn_up.weight"]
+                return dequantize(gguf.data(info.name), info.type, info.shape)
+
+        plain, by = (np.square(up(name) - up("f32"))[:, :8].mean() for name in ("plain", "by"))
+        assert by < 0.5 * plain
 
     def test_adapters_of_another_model_are_refused(self, silu: Path, tmp_path: Path) -> None:
         other = write_llama(tmp_path / "other.gguf", seed=2)

@@ -11,35 +11,22 @@ from paths import ROOT
 
 import hotset
 from hotset.formats.gguf import open_gguf
-from hotset.formats.quants import GGMLType
+from hotset.formats.imatrix import ImportanceMatrix
 from hotset.training.adapters import TrainedAdapters, digest, merge
 
 pytest.importorskip("safetensors")
 
 FOLDER = ROOT / "adapters"
 ADAPTERS = FOLDER / "smollm2-135m-relu.safetensors"
-TEXT = """
-The lighthouse stands at the mouth of the river, on a low rock that the sea covers in winter storms. It was
-built between 1871 and 1874, after three ships were lost on the same night, and was one of the first in the
-country to burn paraffin instead of oil. A keeper and his family lived in the small house beside the tower
-until 1962, when the lamp was made automatic. Since then the house has been empty, except for a few weeks in
-spring, when people who count birds stay in it. From the gallery one can see the whole of the bay, the two
-islands to the north, and, when the air is clear, the mountains behind the town. The town council has bought
-the tower and opened it to visitors. They climb one hundred and forty-two steps of stone and a ladder of
-iron to reach the lamp. In the first year about nine thousand people came, which was more than anyone had
-expected, and the money was used to repair the harbour wall. Scientists have used the rock as well. Because
-the tides there are among the highest in the region, a gauge was fixed to it in 1903, and its records are
-among the longest in the world. They show that the level of the sea has risen by about a quarter of a metre
-since then, and that half of this has happened in the last forty years. The same records have been used to
-test computer models of the tides, and to decide how high the new wall of the harbour should be.
-"""
+TEXT = (ROOT / "bench" / "texts" / "lighthouse.txt").read_text()
 
 
 @pytest.fixture(scope="module")
 def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("relu") / "smollm2-135m-relu.gguf"
     with open_gguf(published.model()) as gguf:
-        merge(gguf, TrainedAdapters.open(ADAPTERS), path, GGMLType.Q8_0)
+        importance = ImportanceMatrix.open(FOLDER / "smollm2-135m-relu.imatrix")
+        merge(gguf, TrainedAdapters.open(ADAPTERS), path, importance=importance)
     return path
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from synthetic import Kind, Shape, write_sparse_model
 from tiny_gguf import write_relu
+from told import Told
 from typer.testing import CliRunner
 from waiting import WATCHDOG, until
 
@@ -28,7 +29,6 @@ from hotset.formats.torch_file import read_torch, write_torch
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.predictor import Predictor
-from hotset.reporter import Reporter
 from hotset.training import pairs as pair_files
 from hotset.training import predictor as training
 from hotset.training.pairs import LayerTaps, PairShards, collect, encode
@@ -43,23 +43,6 @@ TEXT = "".join(chr(c) for c in np.random.default_rng(0).integers(97, 123, 24 * N
 QUICK = PredictorSettings(
     n_ctx=N_CTX, jobs=1, max_share=0.9, precision=0.5, schedule=Schedule(epochs=8, batch=64), n_measured=256
 )
-
-
-class Told(Reporter):
-    """Records progress, and interrupts the run at a given report."""
-
-    def __init__(self, stop_at: tuple[str, int] | None = None) -> None:
-        self.lines: list[str] = []
-        self.steps: list[tuple[str, int, int]] = []
-        self.stop_at = stop_at
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-    def advance(self, label: str, done: int, total: int, unit: str = "bytes") -> None:
-        self.steps.append((label, done, total))
-        if self.stop_at is not None and label.startswith(self.stop_at[0]) and done >= self.stop_at[1]:
-            raise KeyboardInterrupt
 
 
 def planted(path: Path, kind: Kind = "llama", type: GGMLType = GGMLType.F16, **how: Any) -> Path:
@@ -263,7 +246,7 @@ def check_merged(path: Path, out: Path, folder: Path, trained: training.Trained)
         config = config_from_gguf(file)
         assert config.sparse_threshold == json.loads((folder / "config.json").read_text())["sparse_threshold"]
         masked = describe(config, file.tensors, Predictor("mlp", (0.0,) * config.n_layer))
-        backend = ReferenceBackend(file, masked, n_pages=4)
+        backend = ReferenceBackend(file, masked, n_blocks=4)
         model = hotset.load(out, n_ctx=N_CTX, device="reference")
         tokens = model.tokenizer.encode(TEXT[:40], add_special=True)
         names = [name for i in range(2) for name in (f"blk.{i}.ffn_act", f"blk.{i}.ffn_masked")]
@@ -398,7 +381,7 @@ def test_recall_rises_until_the_perplexity_is_met(tmp_path: Path) -> None:
     trained = train_predictors(path, [TEXT], tmp_path / "a", None, settings, progress=told)
     assert trained.recall > 0.3
     assert trained.increase <= 1e-3 or trained.problems
-    assert sum(line.startswith("recall ") for line in told.lines) > 1
+    assert sum(line.startswith("recall ") for line in told.said) > 1
 
 
 # ---- resuming ----

@@ -68,7 +68,7 @@ class AdapterSet:
         return [(i, pair) for i, pair in pairs if pair is not None]
 
     def scales(self, batch: Batch) -> np.ndarray | None:
-        """Return the scale of each adapter for each sequence, float32 [rows of page_tables, n_adapters].
+        """Return the scale of each adapter for each sequence, float32 [rows of block_tables, n_adapters].
 
         Return None if no token uses an adapter. Raises InvalidRequestError for an adapter that is not loaded.
         """
@@ -77,8 +77,8 @@ class AdapterSet:
             return None
         if of_sequences is None:
             row = self._row(self.default)
-            return np.tile(row, (len(batch.page_tables), 1)) if row.any() else None
-        if len(of_sequences) != len(batch.page_tables):
+            return np.tile(row, (len(batch.block_tables), 1)) if row.any() else None
+        if len(of_sequences) != len(batch.block_tables):
             raise InvalidRequestError("a batch has adapter_scales for each sequence")
         scales = np.zeros((len(of_sequences), len(self.adapters)), np.float32)
         for sequence in set(batch.sequences.tolist()):

@@ -17,7 +17,7 @@ from hotset.errors import InvalidRequestError
 from hotset.load_parameters import MOST_DRAFTED
 from hotset.offload.cache_stats import CacheStats
 
-PAGE_SIZE = 64  # tokens per KV block
+BLOCK_SIZE = 64  # tokens per KV block
 SAVED_TOKENS = MOST_DRAFTED + 1  # the state can be saved after each of a sequence's last 17 tokens in a step
 LOGIT_GROUP = 64  # adjacent logits of a row, of which a backend may find the largest
 N_CANDIDATES = 128  # the largest logits of a row, which a backend may return instead of all
@@ -31,14 +31,14 @@ NO_ADAPTERS: AdapterScales = ()
 class Batch:
     """The tokens of one step. Tokens of one sequence are adjacent and in rising position.
 
-    tokens, positions, sequences: int32 [n_tokens]; sequences[t] is a row of page_tables.
-    page_tables: int32 [n_sequences, max_pages]; entry i holds the KV block of positions
-    [i * PAGE_SIZE, (i + 1) * PAGE_SIZE), or -1.
+    tokens, positions, sequences: int32 [n_tokens]; sequences[t] is a row of block_tables.
+    block_tables: int32 [n_sequences, max_blocks]; entry i holds the KV block of positions
+    [i * BLOCK_SIZE, (i + 1) * BLOCK_SIZE), or -1.
     outputs: int32 [n_outputs], rising indices of the tokens whose logits are computed.
     taps: names of graph values to return.
     thresholded: bool [n_tokens], the tokens whose small values count as zero (operations.Threshold); None:
     no tokens.
-    adapter_scales: one item per row of page_tables; None: the backend's default for all.
+    adapter_scales: one item per row of block_tables; None: the backend's default for all.
     wants_candidates: the N_CANDIDATES largest logits of each output are enough, equal ones by rising token. A
     backend may still return all logits.
 
@@ -53,7 +53,7 @@ class Batch:
     tokens: np.ndarray
     positions: np.ndarray
     sequences: np.ndarray
-    page_tables: np.ndarray
+    block_tables: np.ndarray
     outputs: np.ndarray
     taps: tuple[str, ...] = ()
     thresholded: np.ndarray | None = None
@@ -62,19 +62,24 @@ class Batch:
     adapter_scales: Sequence[AdapterScales] | None = None
     wants_candidates: bool = False
 
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first token and the number of tokens of each sequence, in order: int64 [n] each."""
+        first = np.flatnonzero(np.append(True, self.sequences[1:] != self.sequences[:-1]))
+        return first, np.diff(first, append=len(self.sequences))
+
     def with_states_of_rows(self, steps: int | np.ndarray, slots: np.ndarray | None = None) -> Batch:
         """Return the batch with states for callers that keep none: each row uses two slots in turn.
 
         steps: the earlier steps that had tokens of a row, int [n_sequences], or one number for all rows.
         slots: int32 [n_sequences, 2]; None: 2 r and 2 r + 1 for row r.
         """
-        n = len(self.page_tables)
+        n = len(self.block_tables)
         turn = np.broadcast_to(np.asarray(steps) % 2, n)
         if slots is None:
             slots = np.arange(2 * n, dtype=np.int32).reshape(n, 2)
         states = slots[np.arange(n), 1 - turn]
-        last = np.flatnonzero(np.append(self.sequences[1:] != self.sequences[:-1], True))
-        first = np.append(0, last[:-1] + 1)
+        first, lengths = self.runs()
+        last = first + lengths - 1
         states[self.sequences[first][self.positions[first] == 0]] = -1
         saves = np.full(len(self.tokens), -1, np.int32)
         saves[last] = slots[self.sequences[last], turn[self.sequences[last]]]
@@ -89,7 +94,7 @@ def check_states(batch: Batch, n_states: int) -> tuple[np.ndarray, np.ndarray]:
     states, saves = batch.states, batch.saves
     if states is None or saves is None:
         raise InvalidRequestError("a model with recurrent layers needs state slots for the batch")
-    if len(states) != len(batch.page_tables) or len(saves) != len(batch.tokens):
+    if len(states) != len(batch.block_tables) or len(saves) != len(batch.tokens):
         raise InvalidRequestError("a batch has a state for each sequence, and perhaps one to save a token")
     written = saves[saves >= 0]
     used = np.concatenate([states, saves])
@@ -103,7 +108,7 @@ def check_states(batch: Batch, n_states: int) -> tuple[np.ndarray, np.ndarray]:
         raise InvalidRequestError("a sequence needs a state exactly if it does not begin")
     ends = np.append(begins[1:], True)
     last = np.flatnonzero(ends)[np.cumsum(begins) - 1]  # the last token of each token's sequence
-    ends = (last - np.arange(len(last)) < SAVED_TOKENS) | ((batch.positions + 1) % PAGE_SIZE == 0)
+    ends = (last - np.arange(len(last)) < SAVED_TOKENS) | ((batch.positions + 1) % BLOCK_SIZE == 0)
     if not ends[saves >= 0].all():
         raise InvalidRequestError(
             "a state can be saved only at the end of a KV block or among a sequence's last tokens"
@@ -113,8 +118,8 @@ def check_states(batch: Batch, n_states: int) -> tuple[np.ndarray, np.ndarray]:
     return states, saves
 
 
-def cache_slots(batch: Batch, *, max_batch: int, n_pages: int, n_vocab: int | None) -> np.ndarray:
-    """Return the cache slot of each token, int64 [n_tokens]: block * PAGE_SIZE + place in the block.
+def cache_slots(batch: Batch, *, max_batch: int, n_blocks: int, n_vocab: int | None) -> np.ndarray:
+    """Return the cache slot of each token, int64 [n_tokens]: block * BLOCK_SIZE + place in the block.
 
     n_vocab: None to skip the check of token ids. Raises InvalidRequestError if the batch breaks the contract
     of Batch. Native code computes the slots, since this runs between two steps.
@@ -126,8 +131,8 @@ def cache_slots(batch: Batch, *, max_batch: int, n_pages: int, n_vocab: int | No
         )
     try:
         return _core.cache_slots(
-            batch.tokens, batch.positions, batch.sequences, batch.page_tables, batch.outputs, max_batch,
-            n_pages, n_vocab,
+            batch.tokens, batch.positions, batch.sequences, batch.block_tables, batch.outputs, max_batch,
+            n_blocks, n_vocab,
         )  # fmt: skip
     except ValueError as error:
         raise InvalidRequestError(str(error)) from None
@@ -210,20 +215,20 @@ class StepResult:
 class CacheMemory(Protocol):
     """A cache whose contents can be copied out and in.
 
-    A KV block has page_nbytes bytes and a state state_nbytes; only the backend knows their layout. Any thread
-    may read; the caller must discard a KV block or slot that was written meanwhile. Only the thread that runs
-    the steps may write.
+    A KV block has block_nbytes bytes and a state state_nbytes; only the backend knows their layout. Any
+    thread may read; the caller must discard a KV block or slot that was written meanwhile. Only the thread
+    that runs the steps may write.
     """
 
-    page_nbytes: int
+    block_nbytes: int
     state_nbytes: int
 
-    def read_page(self, page: int) -> bytes:
+    def read_block(self, block: int) -> bytes:
         """Return the keys and values of a KV block in all layers."""
         ...
 
-    def write_page(self, page: int, data: bytes) -> None:
-        """Restore the data of `read_page` to a KV block."""
+    def write_block(self, block: int, data: bytes) -> None:
+        """Restore the data of `read_block` to a KV block."""
         ...
 
     def read_state(self, slot: int) -> bytes:
@@ -238,13 +243,13 @@ class CacheMemory(Protocol):
 class Backend(Protocol):
     """An executor of a graph.
 
-    max_batch: the most tokens of a step. n_pages: KV blocks of the cache. n_states: slots for recurrent
+    max_batch: the most tokens of a step. n_blocks: KV blocks of the cache. n_states: slots for recurrent
     states; 0 without recurrent layers.
     """
 
     name: str
     max_batch: int
-    n_pages: int
+    n_blocks: int
     n_states: int
     n_vocab: int
 

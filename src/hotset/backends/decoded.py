@@ -1,4 +1,4 @@
-"""Tensors of a file as float32, for backends that interpret a graph."""
+"""Tensors of a file as float32."""
 
 from __future__ import annotations
 
@@ -16,6 +16,21 @@ if TYPE_CHECKING:
     from hotset.formats.source import WeightSource
 
 T = TypeVar("T")
+
+
+def decoded_vector(weights: WeightSource, name: str) -> np.ndarray:
+    """Return all numbers of a tensor, float32 [n]."""
+    info = weights.tensors[name]
+    return np.ascontiguousarray(dequantize(weights.data(name), info.type, info.shape).reshape(-1))
+
+
+def expert_biases(weights: WeightSource, op: ExpertLinear | ExpertSum) -> np.ndarray:
+    """Return the biases of the rows that a product uses, float32 [n_expert, width]."""
+    assert op.bias is not None
+    own = decoded_vector(weights, op.bias).reshape(op.n_expert, -1)
+    if isinstance(op, ExpertLinear):
+        own = own[:, op.first_row : op.first_row + op.n_rows]
+    return np.ascontiguousarray(own)
 
 
 class DecodedWeights(Generic[T]):

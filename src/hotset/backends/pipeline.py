@@ -21,6 +21,7 @@ import numpy as np
 
 from hotset.backends.base import COUNTS, Batch, StepResult, StepStats, cache_slots
 from hotset.backends.stage import Rows, Stage, on_host
+from hotset.backends.timings import DeviceTimes, Timed
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.model.operations import PARTS
 from hotset.offload.cache_stats import CacheStats
@@ -35,8 +36,8 @@ class ChainBackend:
     """A model as a chain of stages, which are closed with it.
 
     devices: the device index of each stage, HOST (-1) for the CPU; several stages may share a device.
-    n_pages, max_batch: of every stage. runtime: the thread pool that the stages on the CPU share, closed with
-    them; None if the CPU computes nothing.
+    n_blocks, max_batch: of every stage. runtime: the thread pool that the stages on the CPU share, closed
+    with them; None if the CPU computes nothing.
 
     After a failure in a step the other stages are released; the next step works or raises an error. Any value
     can be tapped, except inside an FFN whose neurons are split.
@@ -50,7 +51,7 @@ class ChainBackend:
         stages: Sequence[Stage],
         devices: Sequence[int],
         *,
-        n_pages: int,
+        n_blocks: int,
         max_batch: int,
         runtime: _core.Runtime | None = None,
         notes: Sequence[str] = (),
@@ -66,7 +67,7 @@ class ChainBackend:
         if leaving is None or len(devices) != len(stages):
             raise InvalidRequestError("a chain needs stages, and to know the device of each")
         self.name, self.stages, self.devices = name, tuple(stages), tuple(devices)
-        self.n_pages, self.max_batch, self.n_vocab = n_pages, max_batch, leaving.width
+        self.n_blocks, self.max_batch, self.n_vocab = n_blocks, max_batch, leaving.width
         self.n_states = min((stage.n_states for stage in stages if stage.n_states), default=0)
         self.runtime, self._notes = runtime, tuple(notes)
         self.n_threads = None if runtime is None else runtime.n_threads
@@ -95,7 +96,7 @@ class ChainBackend:
         or took too long.
         """
         self._cancelled = False
-        cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=self.n_vocab)
+        cache_slots(batch, max_batch=self.max_batch, n_blocks=self.n_blocks, n_vocab=self.n_vocab)
         if batch.taps and (unknown := set(batch.taps).difference(*self._values)):
             raise InvalidRequestError(f"the model has no value named {min(unknown)!r} to tap")
         began = time.perf_counter()
@@ -153,6 +154,16 @@ class ChainBackend:
     def expert_counts(self) -> CacheStats:
         """Return the cache statistics of the devices' experts, since the stages were built."""
         return sum((stage.expert_counts() for stage in self.stages), CacheStats())
+
+    def start_timing(self) -> bool:
+        """Time the operations of the stages that can, as Timed.start_timing."""
+        started = [stage.start_timing() for stage in self.stages if isinstance(stage, Timed)]
+        return any(started)
+
+    def end_timing(self) -> list[DeviceTimes]:
+        """Return the times of all stages, as Timed.end_timing."""
+        timed = (stage.end_timing() for stage in self.stages if isinstance(stage, Timed))
+        return [times for of_stage in timed for times in of_stage]
 
     def cancel(self) -> None:
         """End the step in flight in all stages, from any thread. The step raises StepCancelledError."""

@@ -15,8 +15,8 @@ import numpy as np
 
 from hotset.backends.adapters import AdapterSet
 from hotset.backends.base import (
+    BLOCK_SIZE,
     COUNTS,
-    PAGE_SIZE,
     Batch,
     StepResult,
     StepStats,
@@ -30,53 +30,10 @@ from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.formats.quants import dequantize
 from hotset.formats.source import WeightSource
 from hotset.load_parameters import KVType
+from hotset.model import operations as ops
 from hotset.model.cost import KVFormat, check_cache, kv_formats
 from hotset.model.graph import Graph
-from hotset.model.operations import (
-    PARTS,
-    SHIFT,
-    XIELU,
-    Activate,
-    Add,
-    AddStreams,
-    Attention,
-    ChannelScan,
-    DeltaNet,
-    Embed,
-    ExpertLinear,
-    ExpertSum,
-    Ffn,
-    GateHeads,
-    GaussianTopK,
-    HeadDot,
-    Heads,
-    HyperConnection,
-    LayerNorm,
-    Linear,
-    LowRank,
-    Mask,
-    MatchMagnitude,
-    Multiply,
-    NgramEmbed,
-    PoolBlocks,
-    PositionGain,
-    Primitive,
-    Recurrent,
-    RMSNorm,
-    Rotate,
-    Route,
-    Scale,
-    SelectiveScan,
-    SelectOutputs,
-    ShortConv,
-    SimilarityGate,
-    SoftCap,
-    Threshold,
-    TransposedHeads,
-    TransposedLinear,
-    UnitNorm,
-    Wkv,
-)
+from hotset.model.operations import PARTS, SHIFT, XIELU, Primitive
 from hotset.model.rope import bias_at, cos_sin, position_gain, turn
 
 F32 = np.float32
@@ -98,7 +55,7 @@ class ReferenceBackend(WithoutDevices):
         weights: WeightSource,
         graph: Graph,
         *,
-        n_pages: int,
+        n_blocks: int,
         n_states: int = 2,
         max_batch: int = 512,
         kv_type: KVType = "f32",
@@ -107,13 +64,13 @@ class ReferenceBackend(WithoutDevices):
     ) -> None:
         self.weights, self.graph, self.sparse = weights, graph, sparse
         self.adapters = AdapterSet(graph, weights.tensors)
-        self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
+        self.n_blocks, self.max_batch, self.kv_type = n_blocks, max_batch, kv_type
         self.n_vocab = graph.n_vocab(weights.tensors)
         self.n_states = n_states if graph.recurrent else 0
         self._states = {op.out.id: np.zeros((n_states, *op.state_shape), F32) for op in graph.recurrent}
         self._weights = DecodedWeights(weights, np.asarray, weight_cache_bytes)
-        self._keys: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim]
-        self._values: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim_v]
+        self._keys: dict[int, np.ndarray] = {}  # layer → [n_blocks * BLOCK_SIZE, n_head_kv, head_dim]
+        self._values: dict[int, np.ndarray] = {}  # layer → [n_blocks * BLOCK_SIZE, n_head_kv, head_dim_v]
         # The same for the blocks of block attention, each at the slot of its last token.
         self._block_keys: dict[int, np.ndarray] = {}
         self._block_values: dict[int, np.ndarray] = {}
@@ -125,9 +82,9 @@ class ReferenceBackend(WithoutDevices):
         self._formats = kv_formats(kv_type)  # of keys and of values
         stored_k, stored_v = (np.float16 if format.bits == 16 else np.float32 for format in self._formats)
         for op in graph.ops:
-            if isinstance(op, Attention) and op.source is None:
+            if isinstance(op, ops.Attention) and op.source is None:
                 check_cache(op, kv_type)
-                slots = n_pages * PAGE_SIZE
+                slots = n_blocks * BLOCK_SIZE
                 self._keys[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim), stored_k)
                 self._values[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim_v), stored_v)
                 if op.blocks is not None:
@@ -170,9 +127,9 @@ class ReferenceBackend(WithoutDevices):
         for index, op in enumerate(graph.ops):
             if self._cancelled:
                 raise StepCancelledError
-            for part in op.primitives if isinstance(op, Ffn) else (op,):
+            for part in op.primitives if isinstance(op, ops.Ffn) else (op,):
                 began = time.perf_counter()
-                if isinstance(part, LowRank):
+                if isinstance(part, ops.LowRank):
                     assert scales is not None
                     values[part.out.id] = self._with_adapters(part, values, batch, scales)
                 else:
@@ -180,7 +137,7 @@ class ReferenceBackend(WithoutDevices):
                 seconds[part.layer, PARTS.index(part.part)] += time.perf_counter() - began
                 if part.out.name in batch.taps:
                     taps[part.out.name] = values[part.out.id].copy()
-            if isinstance(op, Ffn):
+            if isinstance(op, ops.Ffn):
                 counts[op.layer] = _counts_of(op, values, self.sparse)
             for id in [id for id in values if last_use.get(id, -1) < index]:
                 del values[id]
@@ -195,99 +152,99 @@ class ReferenceBackend(WithoutDevices):
 
     def _slots(self, batch: Batch) -> list[np.ndarray]:
         """Check the batch, and return for each token the cache slots of positions 0 to its own."""
-        cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=self.n_vocab)
+        cache_slots(batch, max_batch=self.max_batch, n_blocks=self.n_blocks, n_vocab=self.n_vocab)
         if self.n_states:
             check_states(batch, self.n_states)
         slots = []
         for position, sequence in zip(batch.positions.tolist(), batch.sequences.tolist(), strict=True):
-            pages = batch.page_tables[sequence, : position // PAGE_SIZE + 1]
-            table = pages[:, None].astype(np.int64) * PAGE_SIZE + np.arange(PAGE_SIZE)
+            kv_blocks = batch.block_tables[sequence, : position // BLOCK_SIZE + 1]
+            table = kv_blocks[:, None].astype(np.int64) * BLOCK_SIZE + np.arange(BLOCK_SIZE)
             slots.append(table.ravel()[: position + 1])
         return slots
 
     def _compute(  # noqa: C901 - a case for each operation
         self, op: Primitive, values: dict[int, np.ndarray], batch: Batch, slots: list[np.ndarray]
     ) -> np.ndarray:
-        assert not isinstance(op, LowRank), "it is of some sequences, which _with_adapters knows"
+        assert not isinstance(op, ops.LowRank), "it is of some sequences, which _with_adapters knows"
         match op:
-            case Embed():
+            case ops.Embed():
                 info, encoded = self.weights.tensors[op.weight], encoded_rows(self.weights, op, batch)
                 return dequantize(encoded, info.type, (info.shape[0], len(encoded)))
-            case RMSNorm():
+            case ops.RMSNorm():
                 return normalised(op, values[op.x.id], self._weight(op.weight), None)
-            case UnitNorm():
+            case ops.UnitNorm():
                 return normalised(op, values[op.x.id], np.ones(1, F32), None)
-            case LayerNorm():
+            case ops.LayerNorm():
                 return self._layer_normed(op, values[op.x.id])
-            case Linear():
+            case ops.Linear():
                 rows = slice(op.first_row, op.first_row + op.out.width)
                 weight = self._weight(op.weight).reshape(-1, op.x.width)  # files store one row as a vector
                 out = values[op.x.id] @ weight[rows].T
                 return out if op.bias is None else out + self._weight(op.bias).reshape(-1)[rows]
-            case TransposedLinear():
+            case ops.TransposedLinear():
                 out = values[op.x.id] @ self._weights.neuron_major(op)
                 return out if op.bias is None else out + self._weight(op.bias)
-            case Heads():
+            case ops.Heads():
                 return joined(op, values[op.x.id], None if op.shared is None else values[op.shared.id])
-            case TransposedHeads():
+            case ops.TransposedHeads():
                 matrices = self._weight(op.weight)  # [n_head, x.width, channels of a head]
                 out = values[op.x.id] @ matrices  # [n_head, n_tokens, channels]
                 return out.swapaxes(0, 1).reshape(-1, op.out.width)
-            case Mask():
+            case ops.Mask():
                 return np.where(selected(op, values[op.scores.id]), values[op.x.id], F32(0))
-            case Threshold():
+            case ops.Threshold():
                 return zero_small(values[op.x.id], op.threshold, batch.thresholded)
-            case Rotate():
+            case ops.Rotate():
                 return rotate(values[op.x.id], batch.positions, op)
-            case PositionGain():
+            case ops.PositionGain():
                 return position_gain(op, batch.positions)
-            case Attention():
+            case ops.Attention():
                 self._store(op, values, batch, [seen[-1] for seen in slots])
                 return self._attend(op, values[op.q.id], batch, slots)
             case (
-                NgramEmbed() | ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv()
-                | PoolBlocks()
+                ops.NgramEmbed() | ops.ShortConv() | ops.DeltaNet() | ops.SelectiveScan() | ops.ChannelScan()
+                | ops.Wkv() | ops.PoolBlocks()
             ):  # fmt: skip
                 return self._recurrent(op, values, batch)
-            case Activate():
+            case ops.Activate():
                 if op.xielu is not None:
                     return xielu(values[op.x.id], op.xielu)
                 return ACTIVATIONS[op.kind](values[op.x.id], np.float32(op.threshold))
-            case GaussianTopK():
+            case ops.GaussianTopK():
                 return gaussian_top_k(values[op.x.id], op.multiplier)
-            case Multiply() | GateHeads():
+            case ops.Multiply() | ops.GateHeads():
                 return multiplied(op, values)
-            case Add():
+            case ops.Add():
                 return values[op.a.id] + values[op.b.id]
-            case Scale():
+            case ops.Scale():
                 return self._scaled(op, values[op.x.id])
-            case HeadDot() | SimilarityGate():
+            case ops.HeadDot() | ops.SimilarityGate():
                 return self._head_dot(op, values)
-            case AddStreams():
+            case ops.AddStreams():
                 x, weights = (None if v is None else values[v.id] for v in (op.x, op.weights))
                 return add_streams(op, x, values[op.y.id], weights)
-            case HyperConnection():
+            case ops.HyperConnection():
                 return hyper_connection(op, values[op.x.id], self._weight(op.scale), self._weight(op.base))
-            case MatchMagnitude():
+            case ops.MatchMagnitude():
                 return match_magnitude(values[op.x.id], values[op.like.id], op.least)
-            case SoftCap():
+            case ops.SoftCap():
                 return soft_cap(values[op.x.id], op.cap)
-            case Route():
+            case ops.Route():
                 return self._routed(op, values[op.x.id], batch)
-            case ExpertLinear():
+            case ops.ExpertLinear():
                 x = values[op.x.id]
                 of_all = x[:, None].repeat(op.n_used, axis=1)
                 x = x.reshape(len(x), op.n_used, -1) if op.of_parts else of_all
                 return self._by_experts(op, x, values[op.route.id], op.n_rows).reshape(len(x), -1)
-            case ExpertSum():
+            case ops.ExpertSum():
                 return self._expert_sum(op, values[op.x.id], values[op.route.id])
-            case SelectOutputs():
+            case ops.SelectOutputs():
                 return values[op.x.id][batch.outputs]
             case _:
                 assert_never(op)
 
     def _with_adapters(
-        self, op: LowRank, values: dict[int, np.ndarray], batch: Batch, scales: np.ndarray
+        self, op: ops.LowRank, values: dict[int, np.ndarray], batch: Batch, scales: np.ndarray
     ) -> np.ndarray:
         """Return y plus the products of each adapter, in order, for the rows that use it."""
         x, out = values[op.x.id], values[op.y.id].copy()
@@ -300,55 +257,55 @@ class ReferenceBackend(WithoutDevices):
             out[rows] += reduced @ b.T
         return out
 
-    def _layer_normed(self, op: LayerNorm, x: np.ndarray) -> np.ndarray:
+    def _layer_normed(self, op: ops.LayerNorm, x: np.ndarray) -> np.ndarray:
         bias = None if op.bias is None else self._weight(op.bias)
         return normalised(
             op, x, np.ones(1, F32) if op.weight is None else self._weight(op.weight).reshape(-1), bias
         )
 
-    def _scaled(self, op: Scale, x: np.ndarray) -> np.ndarray:
+    def _scaled(self, op: ops.Scale, x: np.ndarray) -> np.ndarray:
         scaled: np.ndarray = x * F32(op.factor)
         if op.weight is None:
             return scaled
         first = op.first_weight
         return scaled * self._weight(op.weight).reshape(-1)[first : first + op.x.width]
 
-    def _head_dot(self, op: HeadDot | SimilarityGate, values: dict[int, np.ndarray]) -> np.ndarray:
-        if isinstance(op, SimilarityGate):
+    def _head_dot(self, op: ops.HeadDot | ops.SimilarityGate, values: dict[int, np.ndarray]) -> np.ndarray:
+        if isinstance(op, ops.SimilarityGate):
             return similarity_gate(op, *(values[value.id] for value in op.inputs))
         weight = self._weight(op.weight).reshape(-1)
         return head_dot(op, values[op.x.id], values[op.a.id], values[op.b.id], weight)
 
-    def _conv_weight(self, op: ShortConv) -> np.ndarray:
+    def _conv_weight(self, op: ops.ShortConv) -> np.ndarray:
         """Return the weight of a short convolution, [width, kernel]."""
         if op.weight is None:
             return np.full((op.x.width, len(SHIFT)), SHIFT, F32)
         return self._weight(op.weight).reshape(op.x.width, op.kernel)
 
-    def _recurrent(self, op: Recurrent, values: dict[int, np.ndarray], batch: Batch) -> np.ndarray:
-        if isinstance(op, NgramEmbed):
+    def _recurrent(self, op: ops.Recurrent, values: dict[int, np.ndarray], batch: Batch) -> np.ndarray:
+        if isinstance(op, ops.NgramEmbed):
             table, tokens = self._weight(op.weight), batch.tokens.astype(F32)[:, None]
             return self._through_states(op, tokens, batch, lambda row, past: ngrams(op, row, past, table))
-        if isinstance(op, ShortConv):
+        if isinstance(op, ops.ShortConv):
             weight, x = self._conv_weight(op), values[op.x.id]
             out = self._through_states(op, x, batch, lambda x, past: short_conv(x, past, weight, op.dilation))
             return out if op.bias is None else out + self._weight(op.bias)
-        if isinstance(op, Wkv):
+        if isinstance(op, ops.Wkv):
             rows = np.concatenate([values[value.id] for value in op.inputs], axis=1)
             return self._through_states(op, rows, batch, lambda row, state: wkv(op, row, state))
-        if isinstance(op, PoolBlocks):
+        if isinstance(op, ops.PoolBlocks):
             bias = self._weight(op.bias).reshape(op.size, -1)[batch.positions % op.size]
             scores, begins = values[op.scores.id] + bias, batch.positions[:, None] % op.size == 0
             rows = np.concatenate([values[op.x.id], scores, begins.astype(scores.dtype)], axis=1)
             return self._through_states(op, rows, batch, lambda row, state: pool_blocks(op, row, state))
-        if isinstance(op, ChannelScan):
+        if isinstance(op, ops.ChannelScan):
             rows = np.concatenate([values[value.id] for value in op.inputs], axis=1)
             rates, skip = self._weight(op.rate), self._weight(op.skip).reshape(-1)
             return self._through_states(
                 op, rows, batch, lambda row, state: channel_scan(op, row, state, rates, skip)
             )
         rate, step = self._weight(op.rate), self._weight(op.step)
-        if isinstance(op, SelectiveScan):
+        if isinstance(op, ops.SelectiveScan):
             rates, skip = rate.reshape(-1), self._weight(op.skip).reshape(-1)
             rows = np.concatenate([values[op.x.id], values[op.dt.id]], axis=1)
             return self._through_states(
@@ -361,7 +318,7 @@ class ReferenceBackend(WithoutDevices):
 
     def _through_states(
         self,
-        op: Recurrent,
+        op: ops.Recurrent,
         x: np.ndarray,
         batch: Batch,
         step: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]],
@@ -385,28 +342,28 @@ class ReferenceBackend(WithoutDevices):
         return out
 
     def _by_experts(
-        self, op: ExpertLinear | ExpertSum, x: np.ndarray, route: np.ndarray, n_rows: int
+        self, op: ops.ExpertLinear | ops.ExpertSum, x: np.ndarray, route: np.ndarray, n_rows: int
     ) -> np.ndarray:
         """Multiply x [n_tokens, n_used, width] by its experts' matrices: [n_tokens, n_used, n_rows]."""
         ids = route[:, : op.n_used].astype(np.int64)
-        first = op.first_row if isinstance(op, ExpertLinear) else 0
+        first = op.first_row if isinstance(op, ops.ExpertLinear) else 0
         out = np.empty((*ids.shape, n_rows), x.dtype)
         for expert in np.unique(ids):
             of_it = ids == expert
             matrix = self._weights.expert(op, expert)
-            if isinstance(op, ExpertSum) and op.neuron_major:
+            if isinstance(op, ops.ExpertSum) and op.neuron_major:
                 matrix = matrix.T
             out[of_it] = x[of_it] @ matrix[first : first + n_rows].T
             if op.bias is not None:
                 out[of_it] += self._weight(op.bias)[expert, first : first + n_rows]
         return out
 
-    def _routed(self, op: Route, x: np.ndarray, batch: Batch) -> np.ndarray:
+    def _routed(self, op: ops.Route, x: np.ndarray, batch: Batch) -> np.ndarray:
         bias, scales = (None if v is None else self._weight(v) for v in (op.bias, op.scales))
         ids = None if op.table is None else self._weight(op.table)[batch.tokens].astype(np.int64)
         return routed(x, bias, op, scales, ids)
 
-    def _expert_sum(self, op: ExpertSum, x: np.ndarray, route: np.ndarray) -> np.ndarray:
+    def _expert_sum(self, op: ops.ExpertSum, x: np.ndarray, route: np.ndarray) -> np.ndarray:
         parts = self._by_experts(op, x.reshape(len(x), op.n_used, -1), route, op.out.width)
         weights = route[:, op.n_used :, None]
         out = np.zeros_like(parts[:, 0])
@@ -414,7 +371,9 @@ class ReferenceBackend(WithoutDevices):
             out += weights[:, rank] * parts[:, rank]
         return out
 
-    def _store(self, op: Attention, found: dict[int, np.ndarray], batch: Batch, own: list[np.intp]) -> None:
+    def _store(
+        self, op: ops.Attention, found: dict[int, np.ndarray], batch: Batch, own: list[np.intp]
+    ) -> None:
         """Store the keys and values of a batch in its slots `own`, unless another layer stores them."""
         of_keys, of_values = self._formats
         if op.source is None:
@@ -428,7 +387,9 @@ class ReferenceBackend(WithoutDevices):
             self._block_keys[op.layer][own] = stored(blocks, of_keys)
             self._block_values[op.layer][own] = stored(blocks, of_values)
 
-    def _seen(self, op: Attention, seen: np.ndarray, all_before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _seen(
+        self, op: ops.Attention, seen: np.ndarray, all_before: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys and values that a token sees: of the slots `seen`, and of complete blocks.
 
         all_before: the slots of positions 0 to its own.
@@ -442,7 +403,7 @@ class ReferenceBackend(WithoutDevices):
             np.concatenate([values, self._block_values[op.layer][ends]]),
         )
 
-    def _attend(self, op: Attention, q: np.ndarray, batch: Batch, slots: list[np.ndarray]) -> np.ndarray:
+    def _attend(self, op: ops.Attention, q: np.ndarray, batch: Batch, slots: list[np.ndarray]) -> np.ndarray:
         """Compute the attention of each token, one at a time: [n_tokens, width]."""
         of_keys, of_values = self._formats
         group = op.n_head // op.n_head_kv  # query heads that share one head of keys and values
@@ -537,7 +498,9 @@ def _last_use(graph: Graph) -> dict[int, int]:
     return uses
 
 
-def seen_by(op: Attention, batch: Batch, slots: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def seen_by(
+    op: ops.Attention, batch: Batch, slots: list[np.ndarray]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield for each token the cache slots that it sees, and the distance back to each position.
 
     slots: for each token, the slots of positions 0 to its own.
@@ -553,7 +516,7 @@ def seen_by(op: Attention, batch: Batch, slots: list[np.ndarray]) -> Iterator[tu
         yield seen[first:], own - np.arange(first, len(seen))
 
 
-def _counts_of(ffn: Ffn, values: dict[int, np.ndarray], sparse: bool) -> tuple[int, ...]:
+def _counts_of(ffn: ops.Ffn, values: dict[int, np.ndarray], sparse: bool) -> tuple[int, ...]:
     """Count an FFN's neurons and rows from its values, in the order of base.COUNTS."""
     active = _of_all_experts(ffn, values, values[ffn.selected.id] != 0)
     chosen = there = _of_all_experts(ffn, values, np.ones_like(values[ffn.selected.id], bool))
@@ -570,7 +533,7 @@ def _counts_of(ffn: Ffn, values: dict[int, np.ndarray], sparse: bool) -> tuple[i
     return int(chosen.sum()), int(active.sum()), gate_rows, up_rows, down_rows, 0
 
 
-def _of_all_experts(ffn: Ffn, values: dict[int, np.ndarray], of_chosen: np.ndarray) -> np.ndarray:
+def _of_all_experts(ffn: ops.Ffn, values: dict[int, np.ndarray], of_chosen: np.ndarray) -> np.ndarray:
     """Scatter flags of the neurons of each token's experts to all neurons, bool [n_tokens, n_ff]."""
     if ffn.route is None:
         return of_chosen
@@ -584,7 +547,7 @@ def _of_all_experts(ffn: Ffn, values: dict[int, np.ndarray], of_chosen: np.ndarr
 def routed(
     x: np.ndarray,
     bias: np.ndarray | None,
-    op: Route,
+    op: ops.Route,
     scales: np.ndarray | None = None,
     ids: np.ndarray | None = None,
 ) -> np.ndarray:
@@ -626,7 +589,7 @@ def softmax(x: np.ndarray, _: np.float32 | None = None) -> np.ndarray:
     return np.asarray(e / e.sum(axis=-1, keepdims=True))
 
 
-def selected(op: Mask, scores: np.ndarray) -> np.ndarray:
+def selected(op: ops.Mask, scores: np.ndarray) -> np.ndarray:
     """Return the neurons that a mask keeps, bool [n_tokens, n_ff]. It keeps neurons whose score is NaN."""
     return np.pad(~(scores < F32(op.threshold)), ((0, 0), (op.first, 0)), constant_values=True)
 
@@ -639,10 +602,10 @@ def zero_small(x: np.ndarray, threshold: float, tokens: np.ndarray | None) -> np
 
 
 def normalised(
-    op: RMSNorm | UnitNorm | LayerNorm, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None
+    op: ops.RMSNorm | ops.UnitNorm | ops.LayerNorm, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None
 ) -> np.ndarray:
     """Return the normalised rows of x, [n, width]."""
-    if not isinstance(op, LayerNorm):
+    if not isinstance(op, ops.LayerNorm):
         x = x.reshape(-1, op.n_head, op.x.width // op.n_head)
         scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(op.eps))
         return (x * scale * weight).reshape(-1, op.out.width)
@@ -653,7 +616,7 @@ def normalised(
     return x if bias is None else x + bias
 
 
-def rotate(x: np.ndarray, positions: np.ndarray, op: Rotate) -> np.ndarray:
+def rotate(x: np.ndarray, positions: np.ndarray, op: ops.Rotate) -> np.ndarray:
     """Return the rotary embedding (arXiv 2104.09864) of x [n_tokens, n_head * head_dim]; float64 angles."""
     cos, sin = (values[:, None, :] for values in cos_sin(op.rope, positions))  # [n_tokens, 1, n_rot / 2]
     out = x.reshape(len(x), op.n_head, op.head_dim).copy()
@@ -661,7 +624,7 @@ def rotate(x: np.ndarray, positions: np.ndarray, op: Rotate) -> np.ndarray:
     return out.reshape(x.shape)
 
 
-def joined(op: Heads, x: np.ndarray, shared: np.ndarray | None) -> np.ndarray:
+def joined(op: ops.Heads, x: np.ndarray, shared: np.ndarray | None) -> np.ndarray:
     """Join channels of each head of x [n_tokens, x.width] with shared ones [n_tokens, shared.width]."""
     parts = [x.reshape(len(x), op.n_head, op.x.width // op.n_head)[:, :, op.first : op.first + op.count]]
     if shared is not None:
@@ -682,7 +645,7 @@ def short_conv(
 
 
 def ngrams(
-    op: NgramEmbed, token: np.ndarray, past: np.ndarray, table: np.ndarray
+    op: ops.NgramEmbed, token: np.ndarray, past: np.ndarray, table: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the concatenated rows of a token's n-grams, and the state after it. past: the state before."""
     seen = np.append(past, token + 1)  # token id + 1, the oldest first; 0: no token
@@ -696,7 +659,7 @@ def ngrams(
     return table[rows].reshape(-1), seen[1:]
 
 
-def similarity_gate(op: SimilarityGate, x: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def similarity_gate(op: ops.SimilarityGate, x: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Compute operations.SimilarityGate for rows. Sums are float64: roots near 0 amplify rounding errors."""
     products = (a.astype(np.float64) * b).reshape(len(x), op.n_streams, -1)
     s = products.sum(axis=2, keepdims=True) / math.sqrt(op.x.width)
@@ -705,7 +668,7 @@ def similarity_gate(op: SimilarityGate, x: np.ndarray, a: np.ndarray, b: np.ndar
 
 
 def delta_rule(
-    op: DeltaNet, row: np.ndarray, state: np.ndarray, rate: np.ndarray, step: np.ndarray
+    op: ops.DeltaNet, row: np.ndarray, state: np.ndarray, rate: np.ndarray, step: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a token's outputs [n_head * dim_v] and the state after it.
 
@@ -729,7 +692,7 @@ def delta_rule(
 
 
 def selective_scan(
-    op: SelectiveScan,
+    op: ops.SelectiveScan,
     row: np.ndarray,
     state: np.ndarray,
     rate: np.ndarray,
@@ -754,7 +717,7 @@ def selective_scan(
 
 
 def channel_scan(
-    op: ChannelScan, row: np.ndarray, state: np.ndarray, rate: np.ndarray, skip: np.ndarray
+    op: ops.ChannelScan, row: np.ndarray, state: np.ndarray, rate: np.ndarray, skip: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a token's outputs [width] and the state after it.
 
@@ -765,7 +728,7 @@ def channel_scan(
     return c @ state + skip * x, state
 
 
-def wkv(op: Wkv, row: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def wkv(op: ops.Wkv, row: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return a token's outputs [n_head * dim_v] and the state after it.
 
     row: the token's inputs, in the order of op.inputs. state: the state before it, [n_head, dim_k, dim_v].
@@ -780,7 +743,7 @@ def wkv(op: Wkv, row: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.nda
     return out.reshape(-1), after
 
 
-def pool_blocks(op: PoolBlocks, row: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def pool_blocks(op: ops.PoolBlocks, row: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return a token's outputs [width] and the state after it.
 
     row: the token's x, its scores with their bias, and whether it is the first of a block. state: the state
@@ -798,7 +761,7 @@ def pool_blocks(op: PoolBlocks, row: np.ndarray, state: np.ndarray) -> tuple[np.
     return parts[-1, 2] / parts[-1, 1], parts[::-1].reshape(state.shape)
 
 
-def head_dot(op: HeadDot, x: np.ndarray, a: np.ndarray, b: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def head_dot(op: ops.HeadDot, x: np.ndarray, a: np.ndarray, b: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Compute operations.HeadDot for rows."""
     n = len(x)
     sums = (a * b * weight).reshape(n, op.n_head, -1).sum(axis=2, keepdims=True)
@@ -806,7 +769,7 @@ def head_dot(op: HeadDot, x: np.ndarray, a: np.ndarray, b: np.ndarray, weight: n
 
 
 def add_streams(
-    op: AddStreams, x: np.ndarray | None, y: np.ndarray, weights: np.ndarray | None
+    op: ops.AddStreams, x: np.ndarray | None, y: np.ndarray, weights: np.ndarray | None
 ) -> np.ndarray:
     """Compute operations.AddStreams for x [n, n_streams * width] and y [n, streams * width]."""
     n, width = len(y), op.out.width // op.n_streams
@@ -820,7 +783,9 @@ def add_streams(
     return out.reshape(n, op.out.width)
 
 
-def hyper_connection(op: HyperConnection, x: np.ndarray, scale: np.ndarray, base: np.ndarray) -> np.ndarray:
+def hyper_connection(
+    op: ops.HyperConnection, x: np.ndarray, scale: np.ndarray, base: np.ndarray
+) -> np.ndarray:
     """Compute operations.HyperConnection in float64.
 
     x: [n, n_streams * (n_streams + 2)] or [n, n_streams].
@@ -861,8 +826,8 @@ def xielu(x: np.ndarray, f: XIELU) -> np.ndarray:
     return np.where(x > 0, positive * x * x + linear * x, below)
 
 
-def multiplied(op: Multiply | GateHeads, values: Mapping[int, np.ndarray]) -> np.ndarray:
-    if isinstance(op, GateHeads):
+def multiplied(op: ops.Multiply | ops.GateHeads, values: Mapping[int, np.ndarray]) -> np.ndarray:
+    if isinstance(op, ops.GateHeads):
         return gate_heads(values[op.x.id], values[op.gates.id])
     return values[op.a.id] * values[op.b.id]
 

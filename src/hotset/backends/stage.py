@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 
 from hotset.backends.base import Backend, Batch, CacheMemory
-from hotset.formats.quants import GGMLType
 from hotset.formats.source import WeightSource
 from hotset.load_parameters import KVType
 from hotset.model.graph import Graph
@@ -128,7 +127,7 @@ class Stage(Protocol):
 class CacheStage(Stage, CacheMemory, Protocol):
     """A stage whose cache can be copied."""
 
-    n_pages: int
+    n_blocks: int
     max_batch: int
 
 
@@ -155,24 +154,24 @@ WHOLE = Span()
 class BackendOptions:
     """The options of a model's backend, on any processor.
 
-    n_pages: KV blocks of the cache. max_batch: most tokens of a step. kv_type: the storage type of keys and
+    n_blocks: KV blocks of the cache. max_batch: most tokens of a step. kv_type: the storage type of keys and
     values (model/cost.py; f32 for tests). n_states: slots for recurrent states, if the model has any.
     n_threads: of the CPU; None: every core that this process may use.
 
     sparse: skip the unneeded rows of an FFN with zeros: up rows of neurons whose gate does not fire, down
     rows of zero neurons, and all rows of neurons that a predictor does not name. The bits are the same.
-    channel_rates: by type, the rate of input-major reads divided by the rate of reads by row; 1 for other
-    types (placement/channels.py). whole: up matrices that are read as a whole although their gates have
+    channel_rates: by matrix, the rate of input-major reads divided by the rate of reads by row; 1 for other
+    matrices (placement/channels.py). whole: up matrices that are read as a whole although their gates have
     thresholds, because skipping rows does not pay off.
     """
 
-    n_pages: int
+    n_blocks: int
     max_batch: int = 512
     kv_type: KVType = "f16"
     n_states: int = 2
     n_threads: int | None = None
     sparse: bool = False
-    channel_rates: Mapping[GGMLType, float] = field(default_factory=dict)
+    channel_rates: Mapping[str, float] = field(default_factory=dict)
     whole: Collection[str] = ()
     progress: Reporter | None = field(default=None, compare=False)
 

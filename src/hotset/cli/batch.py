@@ -22,15 +22,12 @@ if TYPE_CHECKING:
 
 def batch(
     requests: Annotated[
-        Path, typer.Argument(help="A request a line, as OpenAI's batches have them.", show_default=False)
+        Path, typer.Argument(help="Requests, one per line, in OpenAI's batch format.", show_default=False)
     ],
     output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", dir_okay=False, help="Where answers are appended; what is there is kept."
-        ),
+        Path, options.option("--output -o", "File to which answers are appended.", dir_okay=False)
     ],
-    model: Annotated[str | None, typer.Option("--model", "-m", help=options.MODEL_HELP)] = None,
+    model: Annotated[str | None, options.option("--model -m", options.MODEL_HELP)] = None,
     alias: options.Alias = None,
     max_sequences: options.Parallel = 16,
     n_seqs: options.Contexts = 4,

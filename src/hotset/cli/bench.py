@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,8 +26,9 @@ import numpy as np
 import typer
 
 import hotset
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.cpu.processor import read_bandwidth
+from hotset.backends.timings import Timed
 from hotset.cli import options
 from hotset.cli.console import print_choice, print_json, print_memory, print_table, read_text, say
 from hotset.cli.default_model import default_model
@@ -82,14 +83,18 @@ _TextFile = Annotated[
 ]
 _StepTokens = Annotated[
     str | None,
-    typer.Option("--step-tokens", metavar="N,...", help="Only measure the time of steps of so many tokens."),
+    typer.Option("--step-tokens", metavar="N,...", help="Only measure the time of steps of N tokens."),
 ]
 _FORMATS = ("md", "csv", "json", "jsonl")
 _KV_TYPES = some_of(*LOAD_PARAMETERS["kv_type"].choices, listed=LOAD_PARAMETERS["kv_type"].listed)
-_FormatOption = Annotated[str, options.option("--format", "How results are printed.", kind=one_of(*_FORMATS))]
+_FormatOption = Annotated[str, options.option("--format", "Format of the results.", kind=one_of(*_FORMATS))]
 _Energy = Annotated[
     bool,
     typer.Option("--energy", help="Also measure joules per token, if the processor's counters can be read."),
+]
+_Timings = Annotated[
+    bool,
+    typer.Option("--timings", help="After each test, run it again and print the device's time by operation."),
 ]
 _SEED = 0
 _N_COUNTED = 32  # generated tokens whose neurons are counted
@@ -175,6 +180,7 @@ def bench(
     file: _TextFile = None,
     step_tokens: _StepTokens = None,
     energy: _Energy = False,
+    timings: _Timings = False,
     format: _FormatOption = "md",
     json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     *,
@@ -222,7 +228,7 @@ def bench(
                 _tokens_of(loaded, file, max(test.n_depth + test.n_prompt for test in tests)), counters,
             )  # fmt: skip
             facts = _facts(loaded, path, batch) | ({"joules_per_token": None} if energy else {})
-            _bench_tests(loaded, facts, tests, conditions, read, printer)
+            _bench_tests(loaded, facts, tests, conditions, read, printer, timings=timings)
     printer.end()
 
 
@@ -258,6 +264,8 @@ def _bench_tests(
     conditions: Conditions,
     read: Callable[[], float],
     printer: Any,
+    *,
+    timings: bool = False,
 ) -> None:
     """Print a row for each test. Nothing is drawn while a repetition runs."""
     progress = ProgressBar(transient=True, auto_refresh=False)
@@ -266,7 +274,23 @@ def _bench_tests(
         result = measure(model.backend, test, conditions, read, stored=model.stored, on_run=on_run)
         progress.clear()
         entry = _entry(facts, test, result, *_touched(model, test, result))
-        printer.row(entry | _drafts(model, result) | _disk(model, test, result))
+        of_operations = {"operations": _operations(model.backend, test, conditions)} if timings else {}
+        printer.row(entry | _drafts(model, result) | _disk(model, test, result) | of_operations)
+
+
+def _operations(backend: Backend, test: Test, conditions: Conditions) -> list[dict[str, Any]]:
+    """Run the test once more, and return the times of its most frequent steps on each device.
+
+    Writing timestamps takes time, so this run is not one of the test's. Wrong usage without such a device.
+    """
+    if not isinstance(backend, Timed) or not backend.start_timing():
+        raise typer.BadParameter("it requires --device vulkan.", param_hint="--timings")
+    try:
+        measure(backend, test, replace(conditions, repetitions=1, collect_stats=False), lambda: math.nan)
+    finally:
+        taken = backend.end_timing()
+    taken.sort(key=lambda one: (one.n_steps, one.n_tokens))
+    return [asdict(one) for one in {one.device: one for one in taken}.values()]
 
 
 def _bench_steps(
@@ -393,7 +417,7 @@ class _Requests:
     def __init__(self, backend: Backend, test: Test, conditions: Conditions) -> None:
         self.test, self._text = test, conditions.text
         self.n_vocab = backend.n_vocab
-        n_ctx = min(max(test.n_ctx, 1) + 2, backend.n_pages * PAGE_SIZE)
+        n_ctx = min(max(test.n_ctx, 1) + 2, backend.n_blocks * BLOCK_SIZE)
         self.engine = Engine(
             backend, n_ctx, 1, max_batch=conditions.batch, prompt_seconds=math.inf,
             traits=ModelTraits(thresholded=conditions.thresholded), speculator=conditions.speculator,
@@ -623,6 +647,7 @@ class _Markdown:
 
     def __init__(self) -> None:
         self._started = False
+        self._timed: list[tuple[str, dict[str, Any]]] = []  # the test, and times of its steps
 
     def bandwidth(self, measured: float, n_threads: int) -> None:
         plural = "s" if n_threads != 1 else ""
@@ -667,6 +692,7 @@ class _Markdown:
             say(speculation_line(entry["speculation"], entry["tokens_per_step"]), dim=True)
         if "disk_bytes_per_token" in entry:
             say(disk_line(entry), dim=True)
+        self._timed += [(cells[6], times) for times in entry.get("operations", ())]
 
     def _line(self, cells: tuple[str, ...]) -> None:
         cells = tuple(escaped(cell, LONGEST_CELL).replace("|", "\\|") for cell in cells)
@@ -677,7 +703,31 @@ class _Markdown:
         print("| " + " | ".join(padded) + " |", flush=True)
 
     def end(self) -> None:
-        pass
+        for name, times in self._timed:
+            _print_operations(name, times)
+
+
+def _print_operations(test: str, times: dict[str, Any]) -> None:
+    """Print a table of the operations of a test's steps (DeviceTimes)."""
+    n_tokens, total, operations = times["n_tokens"], times["on_device"], times["operations"]
+    n = sum(one["dispatches"] for one in operations)
+    plural = "s" if n_tokens != 1 else ""
+    print(
+        f"\n{test}: a step of {n_tokens} token{plural} on {escaped(times['device'])}, "
+        f"the mean of {times['n_steps']}: "
+        f"{1e3 * total:.3f} ms on the device, {1e3 * times['on_host']:.3f} ms for the host; "
+        f"{n} dispatches in {times['groups']} groups\n"
+    )
+    rows = []
+    for one in operations:
+        rate = one["weight_bytes"] / one["seconds"] / 1e9 if one["seconds"] else 0.0
+        rows.append([
+            one["operation"], one["kernel"], str(one["dispatches"]),
+            f"{1e6 * one['seconds'] / max(one['dispatches'], 1):.2f}", f"{1e6 * one['seconds']:.1f}",
+            percent(one["seconds"] / total if total else None), f"{rate:.0f}" if rate else "",
+        ])  # fmt: skip
+    columns = ["operation", "kernel", ">dispatches", ">µs each", ">µs", ">share", ">GB/s of weights"]
+    print_table(columns, rows)
 
 
 class _Json:
@@ -711,7 +761,7 @@ class _Csv(_Json):
         flat = {
             key: escaped(value) if isinstance(value, str) else value
             for key, value in entry.items()
-            if not key.startswith("samples") and not isinstance(value, dict)
+            if not key.startswith("samples") and not isinstance(value, dict | list)
         }
         names = self._entries[0] if self._entries else flat
         writer = csv.DictWriter(sys.stdout, names, "", "ignore", quoting=csv.QUOTE_ALL, lineterminator="\n")

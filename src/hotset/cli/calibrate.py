@@ -37,19 +37,21 @@ def calibrate(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="To this file.", show_default="MODEL.thresholds.json beside it"),
+        typer.Option("--output", "-o", help="File to write.", show_default="MODEL.thresholds.json"),
     ] = None,
     max_increase: Annotated[
         str | None,
-        typer.Option("--max-ppl-increase", metavar="PERCENT", help="Largest increase of perplexity, as 1%."),
+        typer.Option(
+            "--max-ppl-increase", metavar="PERCENT", help="Largest perplexity increase, such as 1%."
+        ),
     ] = None,
     share: Annotated[
         str | None,
-        typer.Option("--sparsity", metavar="SHARE", help="Skip this share of the matrices' bytes: 0.5."),
+        typer.Option("--sparsity", metavar="SHARE", help="Skip this share of matrix bytes, such as 0.5."),
     ] = None,
     uniform: Annotated[
         str | None,
-        typer.Option("--uniform", metavar="SHARE", help="Zero this share of values everywhere: no search."),
+        typer.Option("--uniform", metavar="SHARE", help="Zero this share of values in each layer."),
     ] = None,
     only: _Names = None,
     mode: _Mode = None,
@@ -59,7 +61,7 @@ def calibrate(
     ] = 16384,
     n_ctx: Annotated[int, typer.Option("--ctx-size", "-c", min=8, help="Tokens of a window.")] = 512,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Keep what was computed, to go on with another target.")
+        bool, typer.Option("--keep", help="Keep the results, to continue with another target.")
     ] = False,
     n_threads: options.Threads = None,
     json: options.Json = False,
@@ -95,6 +97,8 @@ def calibrate(
         _print(found)
     for problem in found.problems:
         warn(f"{problem}.")
+    if not found.plan.n_skipping:
+        warn("this machine reads no matrix faster without its zeros, so a run applies no threshold.")
     say(f"Wrote {found.path}. Run with it: hotset run {model} --thresholds {found.path}")
 
 
@@ -124,3 +128,4 @@ def _print(found: CalibratedThresholds) -> None:
         f"{one.increase:+.2%} ± {one.increase_error:.2%}, KL {one.kl:.4f}, likeliest token the same for "
         f"{one.same_top:.1%} ({one.n_scored} held-out tokens, all thresholded)"
     )
+    print(f"On this machine: {found.plan.summary()}")

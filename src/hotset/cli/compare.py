@@ -115,7 +115,7 @@ def _read(text: str) -> _Words:
             said.append(word)
         elif not word or (equals and not Path(word).is_file()):
             raise wrong(
-                f"{word!r} in {text!r} is no mode, predictor, model or setting; the settings are "
+                f"{word!r} in {text!r} is not a mode, predictor, model or setting; the settings are "
                 f"{', '.join(f'{key}=...' for key in SETTINGS)}."
             )
         elif other is not None:

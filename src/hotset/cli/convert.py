@@ -30,31 +30,31 @@ def convert(
     ] = "f16",
     tensor_type: Annotated[
         list[str] | None,
-        typer.Option(
+        options.option(
             "--tensor-type",
+            "Type of the matrices whose names match a pattern; repeatable.",
             metavar="PATTERN=TYPE",
-            help="Type of the matrices whose names match a pattern; repeatable.",
         ),
     ] = None,
     powerinfer: Annotated[
-        bool, typer.Option("--powerinfer", help="Write PowerInfer's format; requires --predictors.")
+        bool, options.option("--powerinfer", "Write PowerInfer's format; requires --predictors.")
     ] = False,
     predictors: Annotated[
         Path | None,
-        typer.Option(
+        options.option(
             "--predictors",
+            "Folder of model_<layer>.pt (fc1.weight, fc2.weight) and config.json; implies --powerinfer.",
             exists=True,
             file_okay=False,
-            help="Folder of model_<layer>.pt (fc1.weight, fc2.weight) and config.json; implies --powerinfer.",
         ),
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(
+        options.option(
             "--profile",
+            "File of 'hotset sparse profile': its hot neurons come first.",
             exists=True,
             dir_okay=False,
-            help="File of 'hotset sparse profile': its hot neurons come first.",
         ),
     ] = None,
     activation: options.Activation = None,

@@ -26,15 +26,13 @@ if TYPE_CHECKING:
 FORMATS = (".npy", ".jsonl")
 _AT_ONCE = 64  # texts between two updates of the progress bar
 
-TextsFile = Annotated[
-    Path | None, typer.Option("--file", "-f", help="Texts, one per line; -: the standard input.")
-]
+TextsFile = Annotated[Path | None, options.option("--file -f", "Texts, one per line; -: the standard input.")]
 
 
 def embed(
     model: options.ModelName,
     texts: Annotated[
-        list[str] | None, typer.Argument(metavar="TEXT", help="Texts, beside those of --file.")
+        list[str] | None, typer.Argument(metavar="TEXT", help="Texts to embed, in addition to --file.")
     ] = None,
     file: TextsFile = None,
     pooling: Annotated[
@@ -47,11 +45,11 @@ def embed(
         ),
     ] = None,
     dimensions: Annotated[
-        int | None, typer.Option("--dimensions", min=1, help="Keep so many leading values of each vector.")
+        int | None, options.option("--dimensions", "Keep only the first N values of each vector.", min=1)
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", dir_okay=False, help="Write the vectors to a file: .npy or .jsonl."),
+        options.option("--output -o", "Write the vectors to a file: .npy or .jsonl.", dir_okay=False),
     ] = None,
     json: options.Json = False,
     *,
@@ -88,14 +86,12 @@ def embed(
 
 def rerank(
     model: options.ModelName,
-    query: Annotated[str, typer.Argument(metavar="QUERY", help="What the documents are to answer.")],
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="Question that the documents may answer.")],
     documents: Annotated[
-        list[str] | None, typer.Argument(metavar="DOC", help="Documents, beside those of --file.")
+        list[str] | None, typer.Argument(metavar="DOC", help="Documents to rank, in addition to --file.")
     ] = None,
     file: TextsFile = None,
-    top_n: Annotated[
-        int | None, typer.Option("--top-n", min=1, help="Print only so many, the best ones.")
-    ] = None,
+    top_n: Annotated[int | None, options.option("--top-n", "Print only the N best documents.", min=1)] = None,
     json: options.Json = False,
     *,
     loading: options.ModelOptions,

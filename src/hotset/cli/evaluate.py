@@ -28,35 +28,29 @@ if TYPE_CHECKING:
 
 Labels = Annotated[
     Path | None,
-    typer.Option(
-        "--labels", exists=True, dir_okay=False, help="A label a line, where the questions have none."
+    options.option(
+        "--labels", "Labels, one per line, for questions without labels.", exists=True, dir_okay=False
     ),
 ]
 NumShots = Annotated[
     int | None,
-    typer.Option(
-        "--shots",
-        "--num-fewshot",
+    options.option(
+        "--shots --num-fewshot",
+        "Answered examples before each question.",
+        usual="0, or the task file's",
         min=0,
-        help="So many answered examples before each question.",
-        show_default="0, or what the task file says",
     ),
 ]
 Examples = Annotated[
     Path | None,
-    typer.Option(
-        "--examples", exists=True, dir_okay=False, help="Where examples are drawn from: a file as FILE."
-    ),
+    options.option("--examples", "File of the examples, in a format of FILE.", exists=True, dir_okay=False),
 ]
 ExampleLabels = Annotated[
-    Path | None,
-    typer.Option("--example-labels", exists=True, dir_okay=False, help="As --labels, of the examples."),
+    Path | None, options.option("--example-labels", "Labels for --examples.", exists=True, dir_okay=False)
 ]
 LogSamples = Annotated[
     Path | None,
-    typer.Option(
-        "--log-samples", dir_okay=False, help="Write what was asked and answered, a question a line of JSON."
-    ),
+    options.option("--log-samples", "Write each question with its answer as a line of JSON.", dir_okay=False),
 ]
 
 
@@ -76,11 +70,10 @@ def evaluate(
     examples: Examples = None,
     example_labels: ExampleLabels = None,
     seed: Annotated[
-        int, typer.Option("--seed", "-s", help="Which examples are drawn; the harness's is 1234.")
+        int, options.option("--seed -s", "Seed of the examples' choice; the harness has 1234.")
     ] = SEED,
     limit: Annotated[
-        int | None,
-        typer.Option("--limit", min=1, help="Only so many questions, the first ones.", show_default="all"),
+        int | None, options.option("--limit", "Ask only the first N questions.", usual="all", min=1)
     ] = None,
     log_samples: LogSamples = None,
     json: options.Json = False,
@@ -149,7 +142,7 @@ def _with_examples(
     if n and not pool:
         raise InvalidRequestError("--shots needs --examples FILE, from which examples are drawn")
     if pool and pool[0].task != task:
-        raise InvalidRequestError(f"{file} has questions of {pool[0].task}, and FILE those of {task}")
+        raise InvalidRequestError(f"{file} has questions of {pool[0].task}, but FILE has questions of {task}")
     # The harness has only a test split for ARC. It compares the names of splits, not their questions.
     shots = Shots(n, seed, one_more=task != "arc")
     return with_examples(questions, [one.document for one in pool], pool.__getitem__, shots, str(file))

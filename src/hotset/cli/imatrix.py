@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from hotset.api import load_opened
 from hotset.cli import options
 from hotset.cli.console import print_json, read_text, say
@@ -23,19 +21,18 @@ from hotset.units import human_size
 def imatrix(
     model: options.ModelName,
     file: Annotated[
-        Path,
-        typer.Option("--file", "-f", help="The text to run through the model.", exists=True, dir_okay=False),
+        Path, options.option("--file -f", "The text to run through the model.", exists=True, dir_okay=False)
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write (GGUF).", dir_okay=False)],
+    output: Annotated[Path, options.option("--output -o", "The file to write (GGUF).", dir_okay=False)],
     chunks: Annotated[
-        int | None, typer.Option("--chunks", min=1, help="How many chunks of -c tokens.", show_default="all")
+        int | None, options.option("--chunks", "How many chunks of -c tokens.", usual="all", min=1)
     ] = None,
     merge: Annotated[
         list[Path] | None,
-        typer.Option("--merge", help="Add the sums of this file; repeatable.", exists=True, dir_okay=False),
+        options.option("--merge", "Add the sums of this file; repeatable.", exists=True, dir_okay=False),
     ] = None,
     process_output: Annotated[
-        bool, typer.Option("--process-output", help="Collect for the output matrix too.")
+        bool, options.option("--process-output", "Collect for the output matrix too.")
     ] = False,
     json: options.Json = False,
     *,

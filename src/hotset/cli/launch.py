@@ -68,22 +68,19 @@ def launch(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Of the tool itself.")
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help=options.MODEL_HELP)] = None,
-    url: Annotated[str | None, typer.Option("--url", help="A server that runs.", show_default=URL)] = None,
+    model: Annotated[str | None, options.option("--model -m", options.MODEL_HELP)] = None,
+    url: Annotated[str | None, options.option("--url", "A running server.", usual=URL)] = None,
     ctx_size: Annotated[
         int | None,
-        typer.Option(
-            "--ctx-size",
-            "-c",
+        options.option(
+            "--ctx-size -c",
+            "Tokens of the context, if a server is started.",
+            usual="32768, or as many as the model and the memory allow.",
             min=1,
-            help="Tokens of the context of a server that is started.",
-            show_default="32768, or as many as the model and the memory allow.",
         ),
     ] = None,
-    show: Annotated[bool, typer.Option("--print", help="Show what would be set, and start nothing.")] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Change files of the tool without asking.")
-    ] = False,
+    show: Annotated[bool, options.option("--print", "Print the settings, and start nothing.")] = False,
+    yes: Annotated[bool, options.option("--yes -y", "Change files of the tool without asking.")] = False,
 ) -> None:
     """Start a coding agent or an editor on a local model: a server is started unless one runs."""
     chosen = tool_of(tool)

@@ -192,7 +192,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     backup = backup_of(path)
     if backup.exists() and path.exists() and not _is_untouched(path, backup):
         raise InvalidRequestError(
-            f"{path} was changed since an earlier launch, and {backup.name} beside it is what it was before; "
+            f"{path} was changed since an earlier launch, and {backup.name} next to it is the older version; "
             "delete the one that you do not want, and start again"
         )
     try:

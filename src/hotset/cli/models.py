@@ -38,9 +38,7 @@ def pull(
     ] = False,
     check: Annotated[
         bool,
-        typer.Option(
-            "--check", help="Read what is here already, and fetch again what does not match its checksum."
-        ),
+        typer.Option("--check", help="Check local files, and fetch those again whose checksum is wrong."),
     ] = False,
     json: options.Json = False,
 ) -> None:
@@ -425,9 +423,7 @@ def _recurrent_text(facts: dict[str, Any]) -> str | None:
 def _thresholds(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any] | None:
     """Return the thresholds file next to a model, and its expected gain on this machine."""
     from hotset.errors import HotsetError
-    from hotset.model.decoder import describe
-    from hotset.placement import channel_rates
-    from hotset.placement.channels import Workload, plan_channels
+    from hotset.placement.channel_rates import plan_here
     from hotset.sparsity.thresholds import Thresholds, thresholds_path
 
     path = thresholds_path(gguf.path)
@@ -436,20 +432,10 @@ def _thresholds(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any] | None:
     try:
         found = Thresholds.open(path)
         found.check_model(gguf, config.n_layer)
-        graph = describe(config, gguf.tensors, layer_thresholds=found.layers)
+        gain = plan_here(gguf, config, found).as_dict() if found.knows_kept else None
     except HotsetError as error:
         return {"path": str(path), "reason": str(error)}
-    facts: dict[str, Any] = {"path": str(path), "mode": found.mode, "prompts": found.prompts, "gain": None}
-    if found.knows_kept:
-        rates = channel_rates.of_cpu(Workload.of(graph, gguf.tensors))
-        plan = plan_channels(graph, gguf.tensors, found, rates)
-        facts["gain"] = {
-            "matrices": len(plan.gains),
-            "left_out": plan.left_out,
-            "saved_s": plan.saved,
-            "told": plan.summary(),
-        }
-    return facts
+    return {"path": str(path), "mode": found.mode, "prompts": found.prompts, "gain": gain}
 
 
 def _sparsity(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any]:

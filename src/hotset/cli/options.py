@@ -113,7 +113,7 @@ ContextSize = Annotated[int | None, load_option("n_ctx")]
 Activation = Annotated[str | None, load_option("activation")]
 Sparsity = Annotated[str | None, load_option("sparsity")]
 Predictor = Annotated[str | None, load_option("predictor")]
-_DEVICES = f" One of {', '.join(device_words())}; several: cuda:0,cuda:1; list prints those of this machine."
+_DEVICES = f" One of {', '.join(device_words())}; several: cuda:0,cuda:1; list prints this machine's devices."
 DeviceNames = Annotated[str | None, load_option("device", _DEVICES, metavar="DEVICE")]
 _KINDS: dict[Any, Any] = {
     bool: bool, int: int | None, float: float | None, Path: Path | None, size: float | None
@@ -177,7 +177,7 @@ OverrideTensor = Annotated[
     list[str] | None,
     option(
         "--override-tensor -ot",
-        "PATTERN=CPU, such as exps=CPU: the same for the layers whose experts match.",
+        "The CPU computes the experts of the layers that match, such as exps=CPU.",
         _LLAMA,
         metavar="PATTERN=CPU",
         hidden=True,
@@ -185,7 +185,7 @@ OverrideTensor = Annotated[
 ]
 
 Alias = Annotated[
-    list[str] | None, option("--alias -a", "What the model is called in requests; repeatable.", "Server")
+    list[str] | None, option("--alias -a", "Name of the model in requests; repeatable.", "Server")
 ]
 Parallel = Annotated[int, load_option("max_sequences", usual="")]
 Contexts = Annotated[int, load_option("n_seqs", usual="")]
@@ -321,7 +321,7 @@ class CacheTypeOptions(LoadOptions):
     cache_type_v: Annotated[
         str | None,
         option(
-            "--cache-type-v -ctv", "Type of the values.", "Engine", usual="that of the keys",
+            "--cache-type-v -ctv", "Type of the values.", "Engine", usual="the type of the keys",
             kind=one_of(*LOAD_PARAMETERS["kv_type"].listed),
         ),
     ] = None  # fmt: skip

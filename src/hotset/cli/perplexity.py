@@ -11,8 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 import hotset
 from hotset.cli import options
 from hotset.cli.compare import Side, names_of, says_threshold, sides_of, table_of
@@ -26,23 +24,19 @@ if TYPE_CHECKING:
     from hotset.engine.perplexity import PerplexityResult
 
 _COMPARE_HELP = (
-    "Measure this side by side with MODEL: a mode, a predictor, thresholds or a file (exact, svd:256, "
-    "thresholds=FILE, OTHER.gguf,exact). Given more than once, these side by side, each against the first."
+    "Compare MODEL with this: a mode, a predictor, thresholds or a file (exact, svd:256, "
+    "thresholds=FILE, OTHER.gguf,exact). If repeated, compare these instead, each with the first."
 )
 
 
 def perplexity(
     model: options.ModelName,
     file: Annotated[
-        Path, typer.Option("--file", "-f", help="The text to measure on.", exists=True, dir_okay=False)
+        Path, options.option("--file -f", "The text to measure on.", exists=True, dir_okay=False)
     ],
-    compare: Annotated[
-        list[str] | None, typer.Option("--compare", metavar="WHAT", help=_COMPARE_HELP)
-    ] = None,
-    n_ctx: Annotated[int, typer.Option("--ctx-size", "-c", min=4, help="Tokens of a chunk.")] = 512,
-    chunks: Annotated[
-        int | None, typer.Option("--chunks", min=1, help="How many chunks.", show_default="all")
-    ] = None,
+    compare: Annotated[list[str] | None, options.option("--compare", _COMPARE_HELP, metavar="WHAT")] = None,
+    n_ctx: Annotated[int, options.option("--ctx-size -c", "Tokens of a chunk.", min=4)] = 512,
+    chunks: Annotated[int | None, options.option("--chunks", "How many chunks.", usual="all", min=1)] = None,
     json: options.Json = False,
     *,
     loading: options.ChunkOptions,

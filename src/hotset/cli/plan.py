@@ -38,32 +38,29 @@ if TYPE_CHECKING:
 
 def plan(
     model: options.ModelName,
-    layers: Annotated[bool, typer.Option("--layers", help="Also print a row for each layer.")] = False,
+    layers: Annotated[bool, options.option("--layers", "Also print a row for each layer.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", dir_okay=False, help="Write a GPU index that PowerInfer reads too."),
+        options.option("--output -o", "Write a GPU index that PowerInfer reads too.", dir_okay=False),
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(
+        options.option(
             "--gpu",
+            'Plan for this GPU, such as "RTX 4090", which need not be in this machine.',
             metavar="NAME",
-            help='Plan for this GPU, such as "RTX 4090", which need not be in this machine.',
         ),
     ] = None,
     gpu_bandwidth: Annotated[
         float | None,
-        typer.Option(
-            "--gpu-bandwidth", metavar="GB/S", help="Plan for a GPU of this bandwidth, with --vram-budget."
+        options.option(
+            "--gpu-bandwidth", "Plan for a GPU of this bandwidth, with --vram-budget.", metavar="GB/S"
         ),
     ] = None,
     gpu_link: Annotated[
         float | None,
-        typer.Option(
-            "--gpu-link",
-            metavar="GB/S",
-            help="Bandwidth of its PCIe link, one way.",
-            show_default=f"{DEFAULT_LINK:g}",
+        options.option(
+            "--gpu-link", "Bandwidth of its PCIe link, one way.", usual=f"{DEFAULT_LINK:g}", metavar="GB/S"
         ),
     ] = None,
     json: options.Json = False,

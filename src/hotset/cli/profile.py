@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _ExistingFolder = Annotated[
     Path | None,
-    typer.Option("--import", exists=True, file_okay=False, help="Add the counts of activation_<layer>.pt."),
+    options.option("--import", "Add the counts of activation_<layer>.pt.", exists=True, file_okay=False),
 ]
 
 
@@ -42,20 +42,20 @@ def profile(
     model: options.ModelName,
     file: Annotated[
         Path | None,
-        typer.Option("--file", "-f", exists=True, dir_okay=False, help="Run this text through the model."),
+        options.option("--file -f", "Run this text through the model.", exists=True, dir_okay=False),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write.", show_default="beside the model")
+        Path | None, options.option("--output -o", "File to write.", usual="next to the model")
     ] = None,
     merge: Annotated[
-        list[Path] | None, typer.Option("--merge", help="Add the counts of this profile; repeatable.")
+        list[Path] | None, options.option("--merge", "Add the counts of this profile; repeatable.")
     ] = None,
     import_from: _ExistingFolder = None,
     export_to: Annotated[
-        Path | None, typer.Option("--export", file_okay=False, help="Write activation_<layer>.pt into it.")
+        Path | None, options.option("--export", "Write activation_<layer>.pt into it.", file_okay=False)
     ] = None,
     n_tokens: Annotated[
-        int | None, typer.Option("--tokens", min=1, help="Most tokens of the text.", show_default="all")
+        int | None, options.option("--tokens", "Most tokens of the text.", usual="all", min=1)
     ] = None,
     ray: options.RayAddress = None,
     json: options.Json = False,
@@ -125,12 +125,7 @@ def _imported(path: Path, folder: Path, watching: options.ObservationOptions) ->
         return import_activations(folder, opened.config, fingerprint(opened.gguf))
 
 
-def _run(
-    path: Path,
-    text: str,
-    n_tokens: int | None,
-    watching: options.ObservationOptions,
-) -> Profile:
+def _run(path: Path, text: str, n_tokens: int | None, watching: options.ObservationOptions) -> Profile:
     with loaded_exact(path, watching) as loaded:
         for note in loaded.notes:
             say_note(note)
@@ -218,13 +213,12 @@ def reorder(
     source: Annotated[str, typer.Argument(metavar="IN", help="The model: a path or a name.")],
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")],
     profile: Annotated[
-        Path | None,
-        typer.Option("--profile", dir_okay=False, help="Its profile.", show_default="the one beside it"),
+        Path | None, options.option("--profile", "Its profile.", usual="next to the model", dir_okay=False)
     ] = None,
     bundle: Annotated[
         bool,
-        typer.Option(
-            "--bundle", help="Store each neuron or expert as one read, for --ram-budget; needs no profile."
+        options.option(
+            "--bundle", "Store each neuron or expert as one read, for --ram-budget; needs no profile."
         ),
     ] = False,
     json: options.Json = False,

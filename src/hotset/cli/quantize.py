@@ -36,27 +36,27 @@ def quantize(
             "q3_k_m, iq3_s, iq3_xxs, q2_k, iq2_m, iq2_xxs, iq1_m, tq2_0, tq1_0, f16, bf16, f32 and more "
             "(docs/reference/gguf.md).",
             kind=options.TENSOR_TYPE,
-            usual="q4_0, or with --tensor-type that of the file",
+            usual="q4_0, or with --tensor-type the file's",
         ),
     ] = None,
     tensor_type: Annotated[
         list[str] | None,
-        typer.Option(
+        options.option(
             "--tensor-type",
+            "Type of the matrices whose names match a regular expression; repeatable, the first wins.",
             metavar="PATTERN=TYPE",
-            help="For matrices in whose name this regular expression is found; repeatable, the first wins.",
         ),
     ] = None,
     allow_requantize: Annotated[
-        bool, typer.Option("--allow-requantize", help="Quantise again what has been quantised.")
+        bool, options.option("--allow-requantize", "Quantise matrices again that are already quantised.")
     ] = False,
     imatrix: Annotated[
         Path | None,
-        typer.Option(
-            "--imatrix", help="Weigh errors by this file of 'hotset imatrix'.", exists=True, dir_okay=False
+        options.option(
+            "--imatrix", "Weigh errors by this file of 'hotset imatrix'.", exists=True, dir_okay=False
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print types and sizes; write nothing.")] = False,
+    dry_run: Annotated[bool, options.option("--dry-run", "Print types and sizes; write nothing.")] = False,
     n_threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
@@ -122,12 +122,7 @@ def _rows(tensors: list[PlannedTensor]) -> list[list[str]]:
 
 
 def _as_json(
-    source: Path,
-    target: Path | None,
-    tensors: list[PlannedTensor],
-    before: int,
-    after: int,
-    seconds: float,
+    source: Path, target: Path | None, tensors: list[PlannedTensor], before: int, after: int, seconds: float
 ) -> dict[str, Any]:
     return {
         "source": str(source),

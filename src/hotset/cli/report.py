@@ -48,25 +48,20 @@ def report(
     model: options.ModelName,
     file: Annotated[
         Path | None,
-        typer.Option(
-            "--file", "-f", exists=True, dir_okay=False, help="Run this text: overlap, co-activation."
-        ),
+        options.option("--file -f", "Text for overlap and co-activation.", exists=True, dir_okay=False),
     ] = None,
     profile: Annotated[
-        Path | None,
-        typer.Option("--profile", dir_okay=False, help="Its profile.", show_default="the one beside it"),
+        Path | None, options.option("--profile", "Its profile.", usual="next to the model", dir_okay=False)
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", dir_okay=False, help="The page to write.", show_default="NAME.report.html"
-        ),
+        options.option("--output -o", "The page to write.", usual="NAME.report.html", dir_okay=False),
     ] = None,
     images: Annotated[
         list[str] | None,
         options.option("--images", "Write the plots as images too; repeatable.", kind=one_of("png", "svg")),
     ] = None,
-    n_tokens: Annotated[int, typer.Option("--tokens", min=2, help="Most tokens of the text.")] = _TOKENS,
+    n_tokens: Annotated[int, options.option("--tokens", "Most tokens of the text.", min=2)] = _TOKENS,
     json: options.Json = False,
     *,
     watching: options.ObservationOptions,
@@ -137,11 +132,7 @@ def _open(
 
 
 def _run(
-    path: Path,
-    text: str,
-    profile: Profile | None,
-    n_tokens: int,
-    watching: options.ObservationOptions,
+    path: Path, text: str, profile: Profile | None, n_tokens: int, watching: options.ObservationOptions
 ) -> tuple[Profile, TextActivity]:
     """Return the counts over a text, and the activity that only a run shows."""
     with loaded_exact(path, watching) as loaded:

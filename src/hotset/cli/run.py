@@ -152,7 +152,7 @@ def _arguments(
 
 
 def _is_message(text: str) -> bool:
-    return bool(re.search(r"\s", text.strip())) and not os.path.exists(text)  # a long one is no path
+    return bool(re.search(r"\s", text.strip())) and not os.path.exists(text)  # a long text cannot be a path
 
 
 def _of_a_line(text: str) -> str:

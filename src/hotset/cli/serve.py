@@ -55,7 +55,7 @@ class ServerOptions:
         str | None, _option("--socket", "A Unix socket to listen on, in place of an address.", metavar="PATH")
     ] = None
     tls_cert: Annotated[
-        Path | None, _option("--tls-cert", "HTTPS: a certificate in PEM's form.", exists=True, dir_okay=False)
+        Path | None, _option("--tls-cert", "HTTPS: a certificate (PEM).", exists=True, dir_okay=False)
     ] = None
     tls_key: Annotated[
         Path | None,
@@ -68,11 +68,11 @@ class ServerOptions:
         _option("--api-key", f"Key that clients must send; repeatable; also {_KEY_VARIABLE}."),
     ] = None
     api_key_file: Annotated[
-        Path | None, _option("--api-key-file", "API keys, one a line.", exists=True, dir_okay=False)
+        Path | None, _option("--api-key-file", "File of API keys, one per line.", exists=True, dir_okay=False)
     ] = None
     keys_file: Annotated[
         Path | None,
-        _option("--keys-file", "TOML of API keys with names and limits.", exists=True, dir_okay=False),
+        _option("--keys-file", "TOML file of API keys with names and limits.", exists=True, dir_okay=False),
     ] = None
     allow_no_api_key: Annotated[
         bool, _option("--allow-no-api-key", "Serve other machines without a key.")
@@ -102,7 +102,7 @@ class ServerOptions:
     reasoning_budget_message: options.ReasoningBudgetMessage = None
     max_seconds: Annotated[
         float | None,
-        _option("--timeout", "Longest time that an answer takes.", kind=DURATION, usual="no limit"),
+        _option("--timeout", "Longest time of an answer.", kind=DURATION, usual="no limit"),
     ] = None
     replicas: Annotated[
         int | None, options.scale_option("--replicas", "Copies of the model on the machines of --ray.", min=1)
@@ -151,7 +151,7 @@ class ServerOptions:
         Path | None,
         _option(
             "--slot-save-path",
-            "Folder for what POST /slots saves: at most --cache-disk.",
+            "Folder of the files that POST /slots saves; together at most --cache-disk.",
             exists=True,
             file_okay=False,
         ),
@@ -262,7 +262,7 @@ def _serve_one(
 ) -> None:
     if pairs := [one for one in alias if "=" in one]:
         raise typer.BadParameter(
-            f"one model is served: write its name alone, not '{pairs[0]}'. NAME=MODEL is of several models.",
+            f"with one model write --alias NAME, not '{pairs[0]}'; NAME=MODEL is for several models.",
             param_hint="--alias",
         )
     for adapter, _ in settings.loras:
@@ -277,7 +277,7 @@ def _serve_one(
         options.check_not_created(model, "--replicas")
         if server.mcp is not None:
             raise typer.BadParameter(
-                "replicas are asked through a front that calls no tools; leave it out.", param_hint="--mcp"
+                "replicas are behind a front that calls no tools; leave this option out.", param_hint="--mcp"
             )
         for option, given in (
             ("--keys-file", server.keys_file),
@@ -286,7 +286,7 @@ def _serve_one(
         ):
             if given is not None:
                 raise typer.BadParameter(
-                    "replicas are asked through a front that counts no tokens; leave it out.",
+                    "replicas are behind a front that counts no tokens; leave this option out.",
                     param_hint=option,
                 )
         if scale.stages is not None:

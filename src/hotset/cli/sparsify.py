@@ -24,6 +24,7 @@ from hotset.cores import usable_cores
 from hotset.errors import HotsetError, InvalidRequestError, install_command
 from hotset.files import check_folder, check_target
 from hotset.formats.gguf import open_gguf
+from hotset.formats.imatrix import ImportanceMatrix
 from hotset.formats.recommended import KEYS
 from hotset.loader.build import open_model
 from hotset.report.bars import percent
@@ -53,66 +54,47 @@ class AdapterOptions:
     activation: Annotated[
         str,
         options.option(
-            "--activation",
-            "Activation of the trained model.",
-            _TRAINING,
-            kind=one_of("relu", "drelu"),
+            "--activation", "Activation of the trained model.", _TRAINING, kind=one_of("relu", "drelu")
         ),
     ] = "relu"
-    idle: Annotated[
-        float, typer.Option("--idle", help="Share of neurons to be idle.", rich_help_panel=_TRAINING)
-    ] = 0.72
+    idle: Annotated[float, options.option("--idle", "Share of neurons to be idle.", _TRAINING)] = 0.72
     lora: Annotated[
-        int | None,
-        typer.Option(
-            "--lora", help="Rank of low-rank adapters.", show_default="full", rich_help_panel=_TRAINING
-        ),
+        int | None, options.option("--lora", "Rank of low-rank adapters.", _TRAINING, usual="full")
     ] = None
     linear: Annotated[
         int | None,
-        typer.Option(
+        options.option(
             "--linear",
-            help="Neurons of a layer that may become a linear path, at most.",
-            show_default="an eighth",
-            rich_help_panel=_TRAINING,
+            "Neurons of a layer that may become a linear path, at most.",
+            _TRAINING,
+            usual="an eighth",
         ),
     ] = None
-    tokens: Annotated[
-        int, typer.Option("--tokens", help="Tokens to train on.", rich_help_panel=_TRAINING)
-    ] = 1_000_000
+    tokens: Annotated[int, options.option("--tokens", "Tokens to train on.", _TRAINING)] = 1_000_000
     time: Annotated[
         float | None,
         options.option("--time", "Train for this time, instead of --tokens.", _TRAINING, kind=DURATION),
     ] = None
     hours: Annotated[float | None, options.option("--hours", "--time in hours.", hidden=True)] = None
-    n_ctx: Annotated[
-        int, typer.Option("--ctx-size", "-c", help="Tokens of a window.", rich_help_panel=_TRAINING)
-    ] = 512
-    batch: Annotated[int, typer.Option("--batch", help="Windows per step.", rich_help_panel=_TRAINING)] = 2
-    lr: Annotated[float | None, typer.Option("--lr", help="Learning rate.", rich_help_panel=_TRAINING)] = None
+    n_ctx: Annotated[int, options.option("--ctx-size -c", "Tokens of a window.", _TRAINING)] = 512
+    batch: Annotated[int, options.option("--batch", "Windows per step.", _TRAINING)] = 2
+    lr: Annotated[float | None, options.option("--lr", "Learning rate.", _TRAINING)] = None
     labels: Annotated[
-        float,
-        typer.Option("--labels", help="Weight of the text's own next token.", rich_help_panel=_TRAINING),
+        float, options.option("--labels", "Weight of the text's own next token.", _TRAINING)
     ] = 0.0
     scored: Annotated[
-        float,
-        typer.Option("--scored", help="Share of positions whose logits count.", rich_help_panel=_TRAINING),
+        float, options.option("--scored", "Share of positions whose logits count.", _TRAINING)
     ] = 1.0
     guide: Annotated[
         float,
-        typer.Option(
-            "--guide",
-            help="Weight, at the start, of the residual streams' distance.",
-            min=0,
-            rich_help_panel=_TRAINING,
+        options.option(
+            "--guide", "Weight, at the start, of the residual streams' distance.", _TRAINING, min=0
         ),
     ] = 0.5
-    seed: Annotated[int, typer.Option("--seed", "-s", help="Seed of everything random.")] = 0
+    seed: Annotated[int, options.option("--seed -s", "Seed of everything random.")] = 0
     start: Annotated[
         Path | None,
-        typer.Option(
-            "--from-adapters", help="Start from these adapters.", dir_okay=False, rich_help_panel=_TRAINING
-        ),
+        options.option("--from-adapters", "Start from these adapters.", _TRAINING, dir_okay=False),
     ] = None
 
     def settings(self, n_ff: int) -> SparsifySettings:
@@ -138,36 +120,22 @@ class AdapterOptions:
 class TextOptions:
     """Options for the texts to train on."""
 
-    text: Annotated[
-        list[str] | None,
-        typer.Option("--text", help="FILE[:WEIGHT]; repeatable.", rich_help_panel=_TEXT),
-    ] = None
+    text: Annotated[list[str] | None, options.option("--text", "FILE[:WEIGHT]; repeatable.", _TEXT)] = None
     generate: Annotated[
         str | None,
-        typer.Option(
-            "--generate", metavar="N[:WEIGHT]", help="Tokens the teacher writes.", rich_help_panel=_TEXT
-        ),
+        options.option("--generate", "Tokens that the teacher writes.", _TEXT, metavar="N[:WEIGHT]"),
     ] = None
     on_policy: Annotated[
         str | None,
-        typer.Option(
-            "--on-policy",
-            metavar="N[:WEIGHT]",
-            help="Tokens that the student of --from-adapters writes.",
-            rich_help_panel=_TEXT,
+        options.option(
+            "--on-policy", "Tokens that the student of --from-adapters writes.", _TEXT, metavar="N[:WEIGHT]"
         ),
     ] = None
     chat: Annotated[
-        float,
-        typer.Option(
-            "--chat", help="Share of what is generated: answers.", min=0, max=1, rich_help_panel=_TEXT
-        ),
+        float, options.option("--chat", "Share of answers in generated text.", _TEXT, min=0, max=1)
     ] = 0.4
     held_out: Annotated[
-        Path | None,
-        typer.Option(
-            "--held-out", help="Evaluate on this.", show_default="the end of a text", rich_help_panel=_TEXT
-        ),
+        Path | None, options.option("--held-out", "Text to evaluate on.", _TEXT, usual="the end of a text")
     ] = None
 
 
@@ -175,33 +143,43 @@ def sparsify(
     model: options.ModelName,
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The ReLU model to write.")],
     adapters: Annotated[
-        Path | None, typer.Option("--adapters", help="Only merge these finished adapters.", dir_okay=False)
+        Path | None, options.option("--adapters", "Only merge these finished adapters.", dir_okay=False)
     ] = None,
     type: Annotated[
         str,
-        options.option("--type", "Type of the matrices that change.", kind=one_of(*MERGED_TYPES)),
-    ] = "q8_0",
+        options.option(
+            "--type", "Type of the matrices that change; same: the original's.", kind=one_of(*MERGED_TYPES)
+        ),
+    ] = "same",
+    imatrix: Annotated[
+        Path | None,
+        options.option(
+            "--imatrix",
+            "Importance matrix of the ReLU model (hotset imatrix), which weights errors.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     sampling: Annotated[
         list[str] | None,
-        typer.Option(
+        options.option(
             "--sampling",
+            "Sampling parameter that the file recommends; repeatable.",
+            usual="repetition_penalty=1.1",
             metavar="NAME=VALUE",
-            help="Sampling parameter that the file recommends; repeatable.",
-            show_default="repetition_penalty=1.1",
         ),
     ] = None,
     *,
     training: AdapterOptions,
     texts: TextOptions,
     work: Annotated[
-        Path | None,
-        typer.Option("--work", help="Folder of the run.", show_default="OUT.sparsify", rich_help_panel=_RUN),
+        Path | None, options.option("--work", "Folder of the run.", _RUN, usual="OUT.sparsify")
     ] = None,
     eval_every: Annotated[
-        int, typer.Option("--eval-every", min=1, help="Steps between evaluations.", rich_help_panel=_RUN)
+        int, options.option("--eval-every", "Steps between evaluations.", _RUN, min=1)
     ] = 50,
     save_every: Annotated[
-        int, typer.Option("--save-every", min=1, help="Steps between checkpoints.", rich_help_panel=_RUN)
+        int, options.option("--save-every", "Steps between checkpoints.", _RUN, min=1)
     ] = 25,
     device: options.DeviceNames = "auto",
     n_threads: options.Threads = None,
@@ -223,7 +201,7 @@ def sparsify(
             last = _train(run, eval_every, save_every, show=is_first)
             adapters = folder / "adapters.safetensors"
         if is_first:
-            _merge(path, adapters, target, type, recommends)
+            _merge(path, adapters, target, type, recommends, imatrix)
             if json:
                 print_json(
                     {
@@ -428,11 +406,17 @@ def _train(run: Training, eval_every: int, save_every: int, *, show: bool) -> Ev
 
 
 def _merge(
-    path: Path, adapters: Path, target: Path, type: str, sampling: Mapping[str, Any] | None = None
+    path: Path,
+    adapters: Path,
+    target: Path,
+    type: str,
+    sampling: Mapping[str, Any] | None = None,
+    imatrix: Path | None = None,
 ) -> None:
     opened = TrainedAdapters.open(adapters)
+    importance = None if imatrix is None else ImportanceMatrix.open(imatrix)
     with open_gguf(path) as gguf, ProgressBar() as bar:
-        merge(gguf, opened, target, MERGED_TYPES[type], bar, sampling)
+        merge(gguf, opened, target, MERGED_TYPES[type], bar, sampling, importance)
 
 
 def _sampling(texts: Sequence[str]) -> dict[str, Any]:

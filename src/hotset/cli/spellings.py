@@ -54,7 +54,7 @@ WITHOUT_EFFECT = (
     WithoutEffect(("-b", "--batch-size", "-ub", "--ubatch-size"), (), "hotset chooses the size of a step"),
     WithoutEffect(("-tb", "--threads-batch"), (), "-t counts for prompts too"),
     WithoutEffect(("-cb", "--cont-batching"), None, "requests always share steps"),
-    WithoutEffect(("--mlock",), None, "no memory is locked; --ram-budget bounds it"),
+    WithoutEffect(("--mlock",), None, "memory is never locked; --ram-budget limits it"),
     WithoutEffect(("--mmap", "--no-mmap"), None, "files are mapped, or read within --ram-budget"),
     WithoutEffect(("--no-display-prompt",), None, "a prompt is never printed"),
 )
@@ -145,6 +145,6 @@ def _say_unused(option: WithoutEffect, given: Mapping[str, Any]) -> None:
         for value in given.get(name, ()):
             if option.values and value not in option.values:
                 raise typer.BadParameter(
-                    f"{option.why}; '{value}' is none of {', '.join(option.values)}.", param_hint=name
+                    f"{option.why}; '{value}' is not one of {', '.join(option.values)}.", param_hint=name
                 )
             say(f"{name} has no effect: {option.why}", dim=True)

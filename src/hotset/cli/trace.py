@@ -32,18 +32,16 @@ def trace(
     model: options.OptionalModel = None,
     file: Annotated[
         Path | None,
-        typer.Option("--file", "-f", exists=True, dir_okay=False, help="Run this text through the model."),
+        options.option("--file -f", "Run this text through the model.", exists=True, dir_okay=False),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", dir_okay=False, help="File to write.", show_default="beside the model"
-        ),
+        options.option("--output -o", "File to write.", usual="next to the model", dir_okay=False),
     ] = None,
     replay: Annotated[
         Path | None,
-        typer.Option(
-            "--replay", dir_okay=False, help="Print the hit rates of caches of any size for this trace."
+        options.option(
+            "--replay", "Print the hit rates of caches of any size for this trace.", dir_okay=False
         ),
     ] = None,
     rows: Annotated[
@@ -51,7 +49,7 @@ def trace(
         options.option("--rows", "With --replay: caches of this size; repeatable.", kind=SIZE),
     ] = None,
     n_tokens: Annotated[
-        int | None, typer.Option("--tokens", min=2, help="Most tokens of the text.", show_default="all")
+        int | None, options.option("--tokens", "Most tokens of the text.", usual="all", min=2)
     ] = None,
     json: options.Json = False,
     sparsity: options.Sparsity = None,

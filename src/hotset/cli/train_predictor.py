@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, read_text, say, warn
 from hotset.cli.progress import ProgressBar
@@ -35,38 +33,32 @@ class TrainOptions:
     type: Annotated[
         str | None,
         options.option(
-            "--type",
-            "Type of the predictors.",
-            kind=one_of(*TYPES),
-            usual="q4_0 in a quantised model",
+            "--type", "Type of the predictors.", kind=one_of(*TYPES), usual="q4_0 in a quantised model"
         ),
     ] = None
     recall: Annotated[
-        float, typer.Option("--recall", help="Share of the firing neurons' magnitude to keep.")
+        float, options.option("--recall", "Share of the firing neurons' magnitude to keep.")
     ] = 0.98
     precision: Annotated[
-        float, typer.Option("--precision", help="Grow until so many of the selected neurons fire.")
+        float, options.option("--precision", "Grow until this share of the selected neurons fires.")
     ] = 0.6
     max_increase: Annotated[
-        float,
-        typer.Option("--max-increase", help="Largest increase of perplexity against exact, in percent."),
+        float, options.option("--max-increase", "Largest increase of perplexity against exact, in percent.")
     ] = 0.5
     max_share: Annotated[
         float,
-        typer.Option("--max-share", help="Largest size of all predictors together, in percent of the model."),
+        options.option("--max-share", "Largest size of all predictors together, in percent of the model."),
     ] = 10.0
     max_bytes: Annotated[
         float, options.option("--max-bytes", "Disk space for the pairs.", kind=SIZE, usual="2G")
     ] = 2.0
-    n_tokens: Annotated[int | None, typer.Option("--tokens", min=2, help="Most tokens of the text.")] = None
-    n_ctx: Annotated[int, typer.Option("--ctx-size", "-c", min=8, max=512, help="Tokens of a sequence.")] = (
-        512
-    )
-    epochs: Annotated[float, typer.Option("--epochs", help="Times that each pair is seen, per size.")] = 10.0
-    learning_rate: Annotated[float, typer.Option("--lr", help="Learning rate of Adam.")] = 1e-2
+    n_tokens: Annotated[int | None, options.option("--tokens", "Most tokens of the text.", min=2)] = None
+    n_ctx: Annotated[int, options.option("--ctx-size -c", "Tokens of a sequence.", min=8, max=512)] = 512
+    epochs: Annotated[float, options.option("--epochs", "Times that each pair is seen, per size.")] = 10.0
+    learning_rate: Annotated[float, options.option("--lr", "Learning rate of Adam.")] = 1e-2
     device: options.DeviceNames = "cpu"
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Layers side by side.", show_default="one per core")
+        int | None, options.option("--jobs", "Layers side by side.", usual="one per core", min=1)
     ] = None
 
     def settings(self) -> PredictorSettings:
@@ -93,16 +85,14 @@ def train_predictor(
     model: options.ModelName,
     file: Annotated[
         list[Path],
-        typer.Option("--file", "-f", exists=True, dir_okay=False, help="Text to learn from; repeatable."),
+        options.option("--file -f", "Text to learn from; repeatable.", exists=True, dir_okay=False),
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the model with its predictors here.")
+        Path | None, options.option("--output -o", "Write the model with its predictors here.")
     ] = None,
     directory: Annotated[
         Path | None,
-        typer.Option(
-            "--dir", help="Folder for model_<layer>.pt.", show_default="MODEL.predictors beside the model"
-        ),
+        options.option("--dir", "Folder for model_<layer>.pt.", usual="MODEL.predictors next to the model"),
     ] = None,
     format: Annotated[
         str | None,
@@ -111,7 +101,7 @@ def train_predictor(
     *,
     training: TrainOptions,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Keep pairs and checkpoints, to go on with other targets.")
+        bool, options.option("--keep", "Keep pairs and checkpoints, to continue with other targets.")
     ] = False,
     n_threads: options.Threads = None,
     activation: options.Activation = None,

@@ -37,8 +37,8 @@ class BatchBuilder:
         self._states = np.full(max_sequences, -1, np.int32)
         self._saves = np.full(max_batch, -1, np.int32)
 
-    def build(self, chunks: Chunks, page_tables: np.ndarray) -> Batch:
-        """Return the batch of `chunks`. page_tables: int32 [max_sequences, max_pages], a row per slot."""
+    def build(self, chunks: Chunks, block_tables: np.ndarray) -> Batch:
+        """Return the batch of `chunks`. block_tables: int32 [max_sequences, max_blocks], a row per slot."""
         tokens, positions, sequences, outputs = self._tokens, self._positions, self._sequences, self._outputs
         n_tokens = n_outputs = 0
         wants_candidates = True
@@ -79,7 +79,7 @@ class BatchBuilder:
             tokens[:n_tokens],
             positions[:n_tokens],
             sequences[:n_tokens],
-            page_tables,
+            block_tables,
             outputs[:n_outputs],
             tuple(sorted(self._taps.union(sequence.tap for sequence, _ in chunks if sequence.tap))),
             self._thresholded[:n_tokens] if self._has_thresholds else None,

@@ -1,6 +1,6 @@
 """Cache blocks on disk: how a block of one model's KV cache is named, stored and checked.
 
-A stored block contains the keys and values of 64 tokens (a page of the cache), or the recurrent states after
+A stored block contains the keys and values of 64 tokens, or the recurrent states after
 them. Its key is a hash of everything that the contents depend on: the model and how it is computed
 (Identity), the adapters of the sequence, all tokens up to the end of the block, and which of them are
 thresholded. So any process finds a block by its contents, and never one of another model, KV type or version
@@ -30,8 +30,8 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, AdapterScales, CacheMemory
-from hotset.engine.kv_cache import NONE_THRESHOLDED, PagePool, n_unthresholded_in_page, root_of
+from hotset.backends.base import BLOCK_SIZE, NO_ADAPTERS, AdapterScales, CacheMemory
+from hotset.engine.kv_cache import NONE_THRESHOLDED, BlockPool, n_unthresholded_in_block, root_of
 from hotset.errors import FormatError
 
 VERSION = 3  # of the record and of keys; part of each identity
@@ -75,25 +75,25 @@ class Prefix(NamedTuple):
     adapter_scales: AdapterScales = NO_ADAPTERS
 
     @property
-    def n_pages(self) -> int:
+    def n_blocks(self) -> int:
         """Return the number of full blocks."""
-        return len(self.tokens) // PAGE_SIZE
+        return len(self.tokens) // BLOCK_SIZE
 
-    def cut(self, n_pages: int) -> Prefix:
-        """Return the first `n_pages` blocks of this prefix."""
-        return self._replace(tokens=self.tokens[: n_pages * PAGE_SIZE])
+    def cut(self, n_blocks: int) -> Prefix:
+        """Return the first `n_blocks` blocks of this prefix."""
+        return self._replace(tokens=self.tokens[: n_blocks * BLOCK_SIZE])
 
-    def page(self, index: int) -> tuple[Sequence[int], int]:
+    def block(self, index: int) -> tuple[Sequence[int], int]:
         """Return the tokens of a block, and how many of them precede the first thresholded token."""
-        tokens = self.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE]
-        return tokens, n_unthresholded_in_page(self.first_thresholded_token, index)
+        tokens = self.tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+        return tokens, n_unthresholded_in_block(self.first_thresholded_token, index)
 
 
 class Blocks(NamedTuple):
     """The contents of a prefix's blocks from index `first` on, and the recurrent states after the last."""
 
     first: int = 0
-    pages: tuple[bytes, ...] = ()
+    blocks: tuple[bytes, ...] = ()
     state: bytes | None = None
 
 
@@ -104,11 +104,11 @@ NOTHING = Blocks()
 class BlockReading:
     """Blocks that are being read from disk.
 
-    n_pages: the most blocks it can find. found: valid once it is done. done: None if there is nothing to
+    n_blocks: the most blocks it can find. found: valid once it is done. done: None if there is nothing to
     read.
     """
 
-    n_pages: int = 0
+    n_blocks: int = 0
     found: Blocks = NOTHING
     done: threading.Event | None = None
 
@@ -127,8 +127,8 @@ def keys_of(identity: Identity, prefix: Prefix) -> list[bytes]:
     keys, key = [], identity.digest
     if prefix.adapter_scales:
         key = hashlib.blake2b(key + repr(prefix.adapter_scales).encode(), digest_size=32).digest()
-    for i in range(prefix.n_pages):
-        tokens, n_unthresholded = prefix.page(i)
+    for i in range(prefix.n_blocks):
+        tokens, n_unthresholded = prefix.block(i)
         data = np.asarray(tokens, dtype="<i4").tobytes()
         key = hashlib.blake2b(key + bytes([n_unthresholded]) + data, digest_size=32).digest()
         keys.append(key)
@@ -204,7 +204,7 @@ class Copied:
     index: int
     kind: Kind
     key: bytes
-    _pool: PagePool
+    _pool: BlockPool
     _memory: CacheMemory
     _place: tuple[int, int]
 
@@ -212,33 +212,33 @@ class Copied:
         """Return a copy, from any thread; None if the memory has been reused since."""
         at, since = self._place
         if self.kind is Kind.kv:
-            data = self._memory.read_page(at)
+            data = self._memory.read_block(at)
             return data if self._pool.holds(at, since) else None
         assert self._pool.states is not None
         data = self._memory.read_state(at)
         return data if self._pool.states.holds(at, since) else None
 
 
-def in_memory(pool: PagePool, memory: CacheMemory, prefix: Prefix, keys: Sequence[bytes]) -> Iterator[Copied]:
+def in_memory(pool: BlockPool, memory: CacheMemory, prefix: Prefix, keys: list[bytes]) -> Iterator[Copied]:
     """Yield the blocks of a prefix that the cache holds, up to the first gap. May run in any thread.
 
     A block's recurrent state, if it is worth storing, follows the block.
     """
-    pages: list[tuple[int, int]] = []
+    blocks: list[tuple[int, int]] = []
     serial = root_of(prefix.adapter_scales)
     for i in range(len(keys)):
-        found = pool.find(serial, *prefix.page(i))
+        found = pool.find(serial, *prefix.block(i))
         if found is None:
             break
         serial = found[1]
-        pages.append(found)
+        blocks.append(found)
     states: dict[int, tuple[int, int]] = {}
     if pool.states is not None:
-        kept = {i: pool.states.find(serial) for i, (_, serial) in enumerate(pages)}
+        kept = {i: pool.states.find(serial) for i, (_, serial) in enumerate(blocks)}
         states = {i: found for i, found in kept.items() if found is not None}
-        del pages[max(states, default=-1) + 1 :]  # without a state, no sequence can continue from these
-    stored = states_to_store(list(states), prefix.n_prompt // PAGE_SIZE - 1, memory)
-    for i, found in enumerate(pages):
+        del blocks[max(states, default=-1) + 1 :]  # without a state, no sequence can continue from these
+    stored = states_to_store(list(states), prefix.n_prompt // BLOCK_SIZE - 1, memory)
+    for i, found in enumerate(blocks):
         yield Copied(i, Kind.kv, keys[i], pool, memory, found)
         if i in stored:
             yield Copied(i, Kind.state, keys[i], pool, memory, states[i])
@@ -252,7 +252,7 @@ def states_to_store(kept: Sequence[int], end_of_prompt: int, memory: CacheMemory
     """
     if not kept:
         return set()
-    apart = -(-memory.state_nbytes // memory.page_nbytes) if memory.page_nbytes else _STATES_ALONE
+    apart = -(-memory.state_nbytes // memory.block_nbytes) if memory.block_nbytes else _STATES_ALONE
     chosen = {kept[-1], *[i for i in kept if i <= end_of_prompt][-1:]}
     latest = -1
     for i in kept:

@@ -17,8 +17,8 @@ class Counters:
     "length"; cancelled, timed_out, failed: other ends. refused: sequences rejected because the queue was
     full.
 
-    running, waiting: sequences. pages: blocks of the KV cache; pages_used: blocks of running sequences;
-    pages_cached: unused blocks that prefix caching can still find.
+    running, waiting: sequences. blocks: blocks of the KV cache; blocks_used: blocks of running sequences;
+    blocks_cached: unused blocks that prefix caching can still find.
     """
 
     steps: int = 0
@@ -40,6 +40,6 @@ class Counters:
 
     running: int = 0
     waiting: int = 0
-    pages: int = 0
-    pages_used: int = 0
-    pages_cached: int = 0
+    blocks: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0

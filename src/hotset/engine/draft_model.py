@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Backend, Batch, StepResult
-from hotset.engine.kv_cache import PagePool
+from hotset.backends.base import BLOCK_SIZE, Backend, Batch, StepResult
+from hotset.engine.kv_cache import BlockPool
 from hotset.engine.sampler import Sampler, row_logprobs
 from hotset.engine.sequence import Sequence
 from hotset.engine.speculation import Draft
@@ -70,12 +70,12 @@ def draw(draft: Draft, sampler: Sampler, row: np.ndarray, largest: np.ndarray | 
 class _Followed:
     """A sequence's state in the draft model.
 
-    tokens: computed tokens, cached in `pages`. n_checked: how many of them are known to match the sequence.
+    tokens: computed tokens, cached in `blocks`. n_checked: how many of them are known to match the sequence.
     """
 
     slot: int
     tokens: list[int] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
     n_checked: int = 0
 
 
@@ -116,28 +116,28 @@ class ModelDrafter(OfModel):
         self._backend = backend
         self._n_ctx, self._n_vocab = n_ctx, n_vocab[0]
         self._row = np.full(n_vocab[1], -math.inf, np.float32)
-        self._table = np.full((max_sequences, -(-n_ctx // PAGE_SIZE)), -1, np.int32)
+        self._table = np.full((max_sequences, -(-n_ctx // BLOCK_SIZE)), -1, np.int32)
         self.reset()
 
     @property
-    def n_pages(self) -> int:
+    def n_blocks(self) -> int:
         """Return the number of blocks in its cache."""
-        return self._pool.n_pages
+        return self._pool.n_blocks
 
     @property
-    def n_pages_free(self) -> int:
+    def n_blocks_free(self) -> int:
         """Return the number of blocks that no sequence uses."""
         return self._pool.n_available
 
     def reset(self) -> None:
-        self._pool = PagePool(self._backend.n_pages)
+        self._pool = BlockPool(self._backend.n_blocks)
         self._slots = list(range(len(self._table)))
         self._followed: dict[Sequence, _Followed] = {}
 
     def forget(self, sequence: Sequence) -> None:
         own = self._followed.pop(sequence, None)
         if own is not None:
-            self._pool.release(own.pages)
+            self._pool.release(own.blocks)
             self._slots.append(own.slot)
 
     def draft(self, wanted: Many[tuple[Sequence, int]]) -> list[Draft]:
@@ -186,13 +186,13 @@ class ModelDrafter(OfModel):
 
     def _grow(self, own: _Followed, n: int) -> bool:
         """Allocate blocks for n tokens; return False if there are not enough."""
-        while len(own.pages) * PAGE_SIZE < n:
-            page = self._pool.allocate()
-            if page is None:
+        while len(own.blocks) * BLOCK_SIZE < n:
+            block = self._pool.allocate()
+            if block is None:
                 return False
-            self._table[own.slot, len(own.pages)] = page
-            own.pages.append(page)
-        self._table[own.slot, len(own.pages) :] = -1
+            self._table[own.slot, len(own.blocks)] = block
+            own.blocks.append(block)
+        self._table[own.slot, len(own.blocks) :] = -1
         return True
 
     def _step(self, parts: list[tuple[_Round, int]], *, draws: bool) -> None:
@@ -250,10 +250,10 @@ class SelfDrafter(OfModel):
     def draft(self, wanted: Many[tuple[Sequence, int]]) -> list[Draft]:
         drafts = [Draft([], []) for _ in wanted]
         # A draft allocates no block: it ends where the sequence's last block ends.
-        room = [min(n, len(sequence.pages) * PAGE_SIZE - len(sequence.tokens) + 1) for sequence, n in wanted]
-        table = np.full((len(wanted), max(len(sequence.pages) for sequence, _ in wanted)), -1, np.int32)
+        room = [min(n, len(one.blocks) * BLOCK_SIZE - len(one.tokens) + 1) for one, n in wanted]
+        table = np.full((len(wanted), max(len(sequence.blocks) for sequence, _ in wanted)), -1, np.int32)
         for row, (sequence, _) in zip(table, wanted, strict=True):
-            row[: len(sequence.pages)] = sequence.pages
+            row[: len(sequence.blocks)] = sequence.blocks
         samplers = [sequence.sampler.clone() for sequence, _ in wanted if sequence.sampler is not None]
         active = [i for i, n in enumerate(room) if n > 0]
         try:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, assert_never
 import numpy as np
 
 from hotset.backends.adapters import ADAPTER_GONE, AdapterSet, taking_adapters
-from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, AdapterScales, Backend, StepResult, StepStats
+from hotset.backends.base import BLOCK_SIZE, NO_ADAPTERS, AdapterScales, Backend, StepResult, StepStats
 from hotset.engine.batch import BatchBuilder
 from hotset.engine.blocks import Prefix
 from hotset.engine.counters import Counters
@@ -130,11 +130,11 @@ class Engine:
     ) -> None:
         if n_ctx < 1:
             raise InvalidRequestError(f"n_ctx must be at least 1, not {n_ctx}")
-        max_pages = -(-n_ctx // PAGE_SIZE)
-        if backend.n_pages < max_pages:
+        max_blocks = -(-n_ctx // BLOCK_SIZE)
+        if backend.n_blocks < max_blocks:
             raise OutOfMemoryError(
-                f"a context of {n_ctx} tokens needs {max_pages} blocks of the KV cache, "
-                f"which has {backend.n_pages}; lower n_ctx to {backend.n_pages * PAGE_SIZE}"
+                f"a context of {n_ctx} tokens needs {max_blocks} blocks of the KV cache, "
+                f"which has {backend.n_blocks}; lower n_ctx to {backend.n_blocks * BLOCK_SIZE}"
             )
         self.backend = backend
         is_encoder, thresholded = traits.is_encoder, traits.thresholded
@@ -154,7 +154,7 @@ class Engine:
         self.latest_error: Exception | None = None  # that ended a sequence
         self._counted = Counters()
         self.scheduler = Scheduler(
-            backend, max_sequences, max_pages, max_batch, prompt_seconds, traits.flops, self._counted,
+            backend, max_sequences, max_blocks, max_batch, prompt_seconds, traits.flops, self._counted,
             whole_texts=is_encoder,
         )  # fmt: skip
         self.scheduler.speculator, self.scheduler.prompt_cache = speculator, prompt_cache
@@ -429,9 +429,9 @@ class Engine:
             self._counted,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
-            pages=pool.n_pages,
-            pages_used=pool.n_pages - pool.n_available,
-            pages_cached=pool.n_idle,
+            blocks=pool.n_blocks,
+            blocks_used=pool.n_blocks - pool.n_available,
+            blocks_cached=pool.n_idle,
         )
 
     @property
@@ -455,7 +455,7 @@ class Engine:
         if not chunks:
             self.scheduler.wait_for_blocks(_BLOCK_SECONDS)
             return []
-        batch = self._batches.build(chunks, self.scheduler.page_tables)
+        batch = self._batches.build(chunks, self.scheduler.block_tables)
         self._in_flight = frozenset(sequence for sequence, _ in chunks)
         begun = time.perf_counter()
         n_answers, units = self._load_of(chunks)
@@ -583,8 +583,8 @@ class Engine:
         """Record that the tokens of a sequence from `start` to `end` are computed."""
         sequence.n_computed = end
         self._counted.prompt_tokens += max(min(end, sequence.n_prompt) - start, 0)
-        if end // PAGE_SIZE > sequence.n_registered and not sequence.tap:
-            self.scheduler.register_pages(sequence)
+        if end // BLOCK_SIZE > sequence.n_registered and not sequence.tap:
+            self.scheduler.register_blocks(sequence)
         self.scheduler.drop_states(sequence)
 
     def _end(self, sequence: Sequence) -> None:
@@ -649,7 +649,7 @@ class Engine:
             self._counted.drafted_tokens += len(draft)
             self._counted.accepted_tokens += n_right
             self.speculator.note_verified(sequence, n_verified, n_right)
-            self.scheduler.trim_pages(sequence)
+            self.scheduler.trim_blocks(sequence)
 
     def _lacks_next_mask(self, sequence: Sequence, until: float) -> bool:
         """Return the result of `_lacks_mask` for a further token of the same step."""
@@ -699,7 +699,7 @@ class Engine:
         wanted = prompt_cache is not None or self.slots is not None
         if not wanted or sequence.sampler is None or not sequence.n_registered:
             return
-        prefix = prefix_of(sequence, sequence.n_registered * PAGE_SIZE)
+        prefix = prefix_of(sequence, sequence.n_registered * BLOCK_SIZE)
         if prompt_cache is not None and sequence.reuse_prefix:
             prompt_cache.write(prefix, self.scheduler.pool)
         if self.slots is not None:

@@ -1,7 +1,7 @@
 """Blocks of the KV cache: which are free, which are shared, and which hold a reusable prefix.
 
-A block is called page in the code. The backend owns the memory; this module assigns the numbers. A block
-holds PAGE_SIZE positions of one sequence. Only full blocks are shared, and a full block never changes, so
+The backend owns the memory; this module assigns the numbers. A block
+holds BLOCK_SIZE positions of one sequence. Only full blocks are shared, and a full block never changes, so
 nothing is ever copied.
 
 The key of a full block consists of the serial number of the block before it (for the first block, a number
@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, AdapterScales
+from hotset.backends.base import BLOCK_SIZE, AdapterScales
 from hotset.engine.states import StatePool
 from hotset.errors import InvalidRequestError
 
@@ -35,27 +35,27 @@ def root_of(scales: AdapterScales) -> int:
     return -1 - int.from_bytes(hashlib.blake2b(repr(scales).encode(), digest_size=32).digest(), "little")
 
 
-def n_unthresholded_in_page(first_thresholded_token: int, index: int) -> int:
+def n_unthresholded_in_block(first_thresholded_token: int, index: int) -> int:
     """Return how many tokens of block `index` precede the first thresholded token of their sequence."""
-    return min(max(first_thresholded_token - index * PAGE_SIZE, 0), PAGE_SIZE)
+    return min(max(first_thresholded_token - index * BLOCK_SIZE, 0), BLOCK_SIZE)
 
 
-class PagePool:
-    """A pool of `n_pages` reference-counted blocks; released prefixes stay until room is needed (LRU).
+class BlockPool:
+    """A pool of `n_blocks` reference-counted blocks; released prefixes stay until room is needed (LRU).
 
     states: for models with recurrent layers, in which a prefix can be reused only up to a saved state.
     """
 
-    def __init__(self, n_pages: int, states: StatePool | None = None) -> None:
-        if n_pages < 1:
-            raise InvalidRequestError(f"the KV cache needs at least one block, not {n_pages}")
-        self.n_pages, self.states = n_pages, states
-        self._empty = list(range(n_pages - 1, -1, -1))  # unused blocks, the lowest on top
+    def __init__(self, n_blocks: int, states: StatePool | None = None) -> None:
+        if n_blocks < 1:
+            raise InvalidRequestError(f"the KV cache needs at least one block, not {n_blocks}")
+        self.n_blocks, self.states = n_blocks, states
+        self._empty = list(range(n_blocks - 1, -1, -1))  # unused blocks, the lowest on top
         self._idle: OrderedDict[int, None] = OrderedDict()  # unused blocks that hold a prefix, LRU first
-        self._references = [0] * n_pages
-        self._keys: list[_Key | None] = [None] * n_pages
-        self._serials = [ROOT] * n_pages
-        self._pages: dict[_Key, int] = {}
+        self._references = [0] * n_blocks
+        self._keys: list[_Key | None] = [None] * n_blocks
+        self._serials = [ROOT] * n_blocks
+        self._blocks: dict[_Key, int] = {}
         self._next_serial = ROOT + 1
 
     @property
@@ -76,24 +76,24 @@ class PagePool:
     @property
     def n_findable(self) -> int:
         """Return how many blocks hold a prefix, in use or not."""
-        return len(self._pages)
+        return len(self._blocks)
 
     def allocate(self) -> int | None:
         """Return a block for one sequence, evicting the oldest idle one if needed; None if all are used."""
         if self._empty:
-            page = self._empty.pop()
+            block = self._empty.pop()
         elif self._idle:
-            page, _ = self._idle.popitem(last=False)
-            self._forget(page)
+            block, _ = self._idle.popitem(last=False)
+            self._forget(block)
         else:
             return None
-        self._references[page] = 1
-        return page
+        self._references[block] = 1
+        return block
 
     def match(
         self,
         tokens: Sequence[int],
-        max_pages: int,
+        max_blocks: int,
         *,
         first_thresholded_token: int = NONE_THRESHOLDED,
         first: int = 0,
@@ -101,32 +101,38 @@ class PagePool:
     ) -> tuple[list[int], int]:
         """Return the blocks of the longest cached prefix of `tokens`, and the serial number of the last.
 
-        The prefix has at most `max_pages` blocks, and ends at a saved state if there are states. Each block
+        The prefix has at most `max_blocks` blocks, and ends at a saved state if there are states. Each block
         gets one more reference. first_thresholded_token: as in Sequence. To extend a sequence that already
         has its `first` blocks, pass the serial number of the last one as `parent`; only later blocks are
         returned.
         """
-        pages: list[int] = []
-        serial = parent
-        if max_pages <= first or not self._pages:
-            return pages, serial
-        n_whole = 0  # blocks up to the last saved state
-        data = np.asarray(tokens[first * PAGE_SIZE : max_pages * PAGE_SIZE], dtype=np.int32)
-        for start in range(0, len(data) - PAGE_SIZE + 1, PAGE_SIZE):
-            n = n_unthresholded_in_page(first_thresholded_token, first + start // PAGE_SIZE)
-            page = self._pages.get((serial, n, data[start : start + PAGE_SIZE].tobytes()))
-            if page is None:
-                break
-            pages.append(page)
-            serial = self._serials[page]
-            if self.states is None or self.states.has(serial):
-                n_whole = len(pages)
-        del pages[n_whole:]
-        for page in pages:
-            if self._references[page] == 0:
-                del self._idle[page]
-            self._references[page] += 1
-        return pages, self._serials[pages[-1]] if pages else parent
+        found = self._prefix(tokens, range(first, max_blocks), first_thresholded_token, parent)
+        for block, _ in found:
+            if self._references[block] == 0:
+                del self._idle[block]
+            self._references[block] += 1
+        return [block for block, _ in found], found[-1][1] if found else parent
+
+    def _prefix(
+        self, tokens: Sequence[int], blocks: range, first_thresholded_token: int, parent: int
+    ) -> list[tuple[int, int]]:
+        """Return the blocks that `match` finds, and their serial numbers."""
+        found = list(self._cached(tokens, blocks, first_thresholded_token, parent))
+        while found and self.states is not None and not self.states.has(found[-1][1]):
+            found.pop()
+        return found
+
+    def _cached(
+        self, tokens: Sequence[int], blocks: range, first_thresholded_token: int, parent: int
+    ) -> Iterator[tuple[int, int]]:
+        """Yield the cached blocks of a sequence and their serial numbers, up to the first that is missing."""
+        for i in blocks:
+            block = tokens[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]
+            found = self.find(parent, block, n_unthresholded_in_block(first_thresholded_token, i))
+            if found is None:
+                return
+            yield found
+            parent = found[1]
 
     def find(self, parent: int, tokens: Sequence[int], n_unthresholded: int) -> tuple[int, int] | None:
         """Return the block with these tokens after `parent`, and its serial number; None if not found.
@@ -134,97 +140,81 @@ class PagePool:
         May run in any thread, like `holds`. The block may be overwritten at any time.
         """
         key = (parent, n_unthresholded, np.asarray(tokens, dtype=np.int32).tobytes())
-        page = self._pages.get(key)
-        if page is None:
+        block = self._blocks.get(key)
+        if block is None:
             return None
-        serial = self._serials[page]
-        return (page, serial) if self._pages.get(key) == page else None
+        serial = self._serials[block]
+        return (block, serial) if self._blocks.get(key) == block else None
 
-    def holds(self, page: int, serial: int) -> bool:
+    def holds(self, block: int, serial: int) -> bool:
         """Return whether a block still has the contents of this serial number.
 
         A block is forgotten before it is overwritten. So a copy that was made before this returns True is
         valid.
         """
-        return self._keys[page] is not None and self._serials[page] == serial
+        return self._keys[block] is not None and self._serials[block] == serial
 
     def n_known(
-        self, tokens: Sequence[int], max_pages: int, first_thresholded_token: int, root: int = ROOT
+        self, tokens: Sequence[int], max_blocks: int, first_thresholded_token: int, root: int = ROOT
     ) -> int:
         """Return how many blocks `match` would find now. root: the parent of the first block."""
-        n_whole, serial = 0, root
-        for i in range(max_pages):
-            page = tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
-            found = self.find(serial, page, n_unthresholded_in_page(first_thresholded_token, i))
-            if found is None:
-                break
-            serial = found[1]
-            if self.states is None or self.states.has(serial):
-                n_whole = i + 1
-        return n_whole
+        return len(self._prefix(tokens, range(max_blocks), first_thresholded_token, root))
 
     def register(
-        self, page: int, parent: int, tokens: Sequence[int], n_unthresholded: int = PAGE_SIZE
+        self, block: int, parent: int, tokens: Sequence[int], n_unthresholded: int = BLOCK_SIZE
     ) -> int:
         """Register a block that was just filled with `tokens` after `parent`; return its serial number.
 
-        n_unthresholded: how many of the tokens are not thresholded (n_unthresholded_in_page). If another
+        n_unthresholded: how many of the tokens are not thresholded (n_unthresholded_in_block). If another
         block already holds the same prefix, that block remains registered, and its number is returned.
         """
         key = (parent, n_unthresholded, np.asarray(tokens, dtype=np.int32).tobytes())
-        known = self._pages.get(key)
+        known = self._blocks.get(key)
         if known is not None:
             return self._serials[known]
         # The order matters: `find` and `holds` read from other threads.
-        self._serials[page] = self._next_serial
+        self._serials[block] = self._next_serial
         self._next_serial += 1
-        self._keys[page] = key
-        self._pages[key] = page
-        return self._serials[page]
+        self._keys[block] = key
+        self._blocks[key] = block
+        return self._serials[block]
 
-    def release(self, pages: Iterable[int]) -> None:
-        """Drop one reference of each block; `pages` are in the order of the sequence.
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop one reference of each block; `blocks` are in the order of the sequence.
 
         The last block becomes the oldest: a prefix is evicted from its end.
         """
-        for page in reversed(list(pages)):
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                if self._keys[page] is None:
-                    self._empty.append(page)
+        for block in reversed(list(blocks)):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._keys[block] is None:
+                    self._empty.append(block)
                 else:
-                    self._idle[page] = None
+                    self._idle[block] = None
 
     def erase(
-        self, tokens: Sequence[int], n_pages: int, first_thresholded_token: int, root: int = ROOT
+        self, tokens: Sequence[int], n_blocks: int, first_thresholded_token: int, root: int = ROOT
     ) -> None:
         """Forget the blocks of a prefix that no sequence uses, from its end. root: the first one's parent."""
-        found: list[int] = []
-        serial = root
-        for i in range(n_pages):
-            page = tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
-            place = self.find(serial, page, n_unthresholded_in_page(first_thresholded_token, i))
-            if place is None:
-                break
-            found.append(place[0])
-            serial = place[1]
-        while found and self._references[page_ := found.pop()] == 0:
-            del self._idle[page_]
-            self._forget(page_)
-            self._empty.append(page_)
+        cached = self._cached(tokens, range(n_blocks), first_thresholded_token, root)
+        found = [block for block, _ in cached]
+        while found and self._references[block := found.pop()] == 0:
+            del self._idle[block]
+            self._forget(block)
+            self._empty.append(block)
 
     def clear(self) -> None:
         """Forget every prefix; blocks in use stay in use."""
-        for page in self._idle:
-            self._empty.append(page)
+        for block in self._idle:
+            self._empty.append(block)
         self._idle.clear()
-        for page in range(self.n_pages):
-            self._forget(page)
+        for block in range(self.n_blocks):
+            self._forget(block)
 
-    def _forget(self, page: int) -> None:
-        key = self._keys[page]
+    def _forget(self, block: int) -> None:
+        key = self._keys[block]
         if key is not None:
-            del self._pages[key]
-            self._keys[page] = None
+            del self._blocks[key]
+            self._keys[block] = None
             if self.states is not None:
-                self.states.forget(self._serials[page])
+                self.states.forget(self._serials[block])

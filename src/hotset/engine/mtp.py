@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Batch, CacheMemory
+from hotset.backends.base import BLOCK_SIZE, Batch, CacheMemory
 from hotset.backends.stage import CacheStage
 from hotset.engine.draft_model import OfModel, draw
 from hotset.engine.sampler import Sampler
@@ -32,12 +32,12 @@ Rows = np.ndarray  # float32 [n, n_embd]
 class _Followed:
     """A followed sequence.
 
-    pages: the identity of its block list, which changes when it takes over blocks. n_entries: tokens that the
-    layer has computed; it skips the first token. hidden: the model's hidden states from position `first` on,
-    which later tokens need.
+    blocks: the identity of its block list, which changes when it takes over blocks. n_entries: tokens that
+    the layer has computed; it skips the first token. hidden: the model's hidden states from position `first`
+    on, which later tokens need.
     """
 
-    pages: list[int]
+    blocks: list[int]
     n_entries: int
     first: int
     hidden: Rows
@@ -89,7 +89,7 @@ class MtpDrafter(OfModel):
         super().__init__(close)
         self._layer, self.reads, self._normed = layer, reads, normed
         assert layer.entering is not None
-        self._ends = np.zeros((layer.n_pages, layer.entering.width), np.float32)  # hidden state after a block
+        self._ends = np.zeros((layer.n_blocks, layer.entering.width), np.float32)  # states after each block
         self._followed: dict[Sequence, _Followed] = {}
 
     def reset(self) -> None:
@@ -115,20 +115,20 @@ class MtpDrafter(OfModel):
             start, own = sequence.n_computed, self._follow(sequence)
             own.add(start, hidden)
             end = start + n
-            for page_end in range((start // PAGE_SIZE + 1) * PAGE_SIZE, end + 1, PAGE_SIZE):
-                self._ends[sequence.pages[page_end // PAGE_SIZE - 1]] = hidden[page_end - 1 - start]
-            if n > 1 + len(sequence.draft) or end // PAGE_SIZE > start // PAGE_SIZE:
+            for block_end in range((start // BLOCK_SIZE + 1) * BLOCK_SIZE, end + 1, BLOCK_SIZE):
+                self._ends[sequence.blocks[block_end // BLOCK_SIZE - 1]] = hidden[block_end - 1 - start]
+            if n > 1 + len(sequence.draft) or end // BLOCK_SIZE > start // BLOCK_SIZE:
                 due.append((own, sequence, end))
         self._catch_up(due)
 
     def _follow(self, sequence: Sequence) -> _Followed:
         """Return a sequence's record. After admission or a takeover of blocks, start it from the blocks."""
-        own, start, pages = self._followed.get(sequence), sequence.n_computed, sequence.pages
-        if own is not None and own.pages is pages:
+        own, start, blocks = self._followed.get(sequence), sequence.n_computed, sequence.blocks
+        if own is not None and own.blocks is blocks:
             return own
-        assert start % PAGE_SIZE == 0, "a sequence starts and resumes at the start of a block"
-        hidden = self._ends[pages[start // PAGE_SIZE - 1]][None] if start else self._ends[:0]
-        own = self._followed[sequence] = _Followed(pages, max(start, 1), max(start - 1, 0), hidden.copy())
+        assert start % BLOCK_SIZE == 0, "a sequence starts and resumes at the start of a block"
+        hidden = self._ends[blocks[start // BLOCK_SIZE - 1]][None] if start else self._ends[:0]
+        own = self._followed[sequence] = _Followed(blocks, max(start, 1), max(start - 1, 0), hidden.copy())
         return own
 
     def _catch_up(self, due: list[tuple[_Followed, Sequence, int]]) -> None:
@@ -152,10 +152,10 @@ class MtpDrafter(OfModel):
 
     def _read(self, readings: Many[_Reading], *, draws: bool = False) -> tuple[np.ndarray, Rows]:
         """Run the layer; if `draws`, return the logits and hidden states after each last token."""
-        n_pages = max(len(each.own.pages) for each in readings)
-        table = np.full((len(readings), n_pages), -1, np.int32)
+        n_blocks = max(len(each.own.blocks) for each in readings)
+        table = np.full((len(readings), n_blocks), -1, np.int32)
         for row, each in zip(table, readings, strict=True):
-            row[: len(each.own.pages)] = each.own.pages
+            row[: len(each.own.blocks)] = each.own.blocks
         sizes = [len(each.tokens) for each in readings]
         ends = np.cumsum(sizes)
         batch = Batch(
@@ -180,7 +180,7 @@ class MtpDrafter(OfModel):
         left = self._layer.max_batch
         for (sequence, n), draft in zip(wanted, drafts, strict=True):
             own, length = self._follow(sequence), len(sequence.tokens)
-            n = min(n, len(sequence.pages) * PAGE_SIZE - length + 1)
+            n = min(n, len(sequence.blocks) * BLOCK_SIZE - length + 1)
             start = min(own.n_entries, length - 1)  # recompute the last token: its logits are needed
             if n < 1 or start <= own.first or left < length - start:
                 continue
@@ -215,19 +215,19 @@ class MtpDrafter(OfModel):
     # ---- blocks on disk
 
     @property
-    def page_nbytes(self) -> int:
+    def block_nbytes(self) -> int:
         """Return the bytes stored per block."""
-        return self._layer.page_nbytes + int(self._ends[0].nbytes)
+        return self._layer.block_nbytes + int(self._ends[0].nbytes)
 
-    def read_page(self, page: int) -> bytes:
+    def read_block(self, block: int) -> bytes:
         """Return a copy of a block, as described in CacheMemory."""
-        return self._layer.read_page(page) + bytes(self._ends[page].tobytes())
+        return self._layer.read_block(block) + bytes(self._ends[block].tobytes())
 
-    def write_page(self, page: int, data: bytes) -> None:
+    def write_block(self, block: int, data: bytes) -> None:
         """Overwrite a block, as described in CacheMemory."""
-        n = self._layer.page_nbytes
-        self._layer.write_page(page, data[:n])
-        self._ends[page] = np.frombuffer(data[n:], np.float32)
+        n = self._layer.block_nbytes
+        self._layer.write_block(block, data[:n])
+        self._ends[block] = np.frombuffer(data[n:], np.float32)
 
 
 class CacheWithMtp:
@@ -235,16 +235,16 @@ class CacheWithMtp:
 
     def __init__(self, model: CacheMemory, drafter: MtpDrafter) -> None:
         self._model, self._drafter = model, drafter
-        self._n_bytes = model.page_nbytes
-        self.page_nbytes = model.page_nbytes + drafter.page_nbytes
+        self._n_bytes = model.block_nbytes
+        self.block_nbytes = model.block_nbytes + drafter.block_nbytes
         self.state_nbytes = model.state_nbytes
         self.read_state, self.write_state = model.read_state, model.write_state
 
-    def read_page(self, page: int) -> bytes:
+    def read_block(self, block: int) -> bytes:
         """Return a copy of a block, as described in CacheMemory."""
-        return self._model.read_page(page) + self._drafter.read_page(page)
+        return self._model.read_block(block) + self._drafter.read_block(block)
 
-    def write_page(self, page: int, data: bytes) -> None:
+    def write_block(self, block: int, data: bytes) -> None:
         """Overwrite a block, as described in CacheMemory."""
-        self._model.write_page(page, data[: self._n_bytes])
-        self._drafter.write_page(page, data[self._n_bytes :])
+        self._model.write_block(block, data[: self._n_bytes])
+        self._drafter.write_block(block, data[self._n_bytes :])

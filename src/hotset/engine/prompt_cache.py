@@ -49,7 +49,7 @@ from hotset.engine.blocks import (
     keys_of,
     read_record,
 )
-from hotset.engine.kv_cache import PagePool
+from hotset.engine.kv_cache import BlockPool
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import check_folder, entries, open_regular, read_small_file, write_whole
 from hotset.units import human_size
@@ -101,7 +101,7 @@ class PromptCache:
     """
 
     def __init__(self, folder: Path, identity: Identity, memory: CacheMemory, limit: int) -> None:
-        largest = HEAD_BYTES + max(memory.page_nbytes, memory.state_nbytes)
+        largest = HEAD_BYTES + max(memory.block_nbytes, memory.state_nbytes)
         if limit < largest:
             raise InvalidRequestError(
                 f"a prompt cache of {human_size(limit)} cannot hold one block of this model, which takes "
@@ -180,26 +180,26 @@ class PromptCache:
             keys = keys[: ends[-1] + 1]
         loaded: list[bytes] = []
         for key in keys[first:]:
-            if (page := self._load(key, Kind.kv)) is None:
+            if (block := self._load(key, Kind.kv)) is None:
                 break
-            loaded.append(page)
-        pages = tuple(loaded)
-        found = Blocks(first, pages)
+            loaded.append(block)
+        blocks = tuple(loaded)
+        found = Blocks(first, blocks)
         if self.memory.state_nbytes:
             found = NOTHING
             for end in reversed(ends):
                 n = end + 1 - first
-                if n <= len(pages) and (state := self._load(keys[end], Kind.state)) is not None:
-                    found = Blocks(first, pages[:n], state)
+                if n <= len(blocks) and (state := self._load(keys[end], Kind.state)) is not None:
+                    found = Blocks(first, blocks[:n], state)
                     break
-        used = [path for key in keys[: first + len(found.pages)] for path in self._paths(key)]
+        used = [path for key in keys[: first + len(found.blocks)] for path in self._paths(key)]
         _touch(used)
         return found
 
     def _load(self, key: bytes, kind: Kind) -> bytes | None:
         """Return a block's contents; None if it does not exist. A damaged block is deleted."""
         path = self._path(key, kind)
-        expected = self.memory.page_nbytes if kind is Kind.kv else self.memory.state_nbytes
+        expected = self.memory.block_nbytes if kind is Kind.kv else self.memory.state_nbytes
         try:
             file = open_regular(path)
         except (OSError, HotsetError):  # deleted meanwhile, or cannot be opened now
@@ -222,10 +222,10 @@ class PromptCache:
 
     # ---- writing ----
 
-    def write(self, prefix: Prefix, pool: PagePool) -> None:
+    def write(self, prefix: Prefix, pool: BlockPool) -> None:
         """Store the cached blocks of a prefix in the background."""
         self._after_fork()
-        if not prefix.n_pages or self._closed:
+        if not prefix.n_blocks or self._closed:
             return
         with self._guard:
             if self._n_queued >= MAX_QUEUED:
@@ -238,7 +238,7 @@ class PromptCache:
             self._n_queued -= 1
             self.counts.write_errors += 1
 
-    def _write(self, prefix: Prefix, pool: PagePool) -> None:
+    def _write(self, prefix: Prefix, pool: BlockPool) -> None:
         try:
             keys = keys_of(self.identity, prefix)
             stored: list[Path] = []

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from hotset.backends.base import PAGE_SIZE, CacheMemory
+from hotset.backends.base import BLOCK_SIZE, CacheMemory
 from hotset.engine.blocks import (
     HEAD_BYTES,
     Blocks,
@@ -86,7 +86,7 @@ class SessionFiles:
         first = {"format": _FORMAT, "version": _VERSION, "about": about or {}, "n_prompt": prefix.n_prompt}
         first |= {"tokens": list(prefix.tokens), "first_thresholded": prefix.first_thresholded_token}
         first |= {"adapters": list(prefix.adapter_scales)} if prefix.adapter_scales else {}
-        n_pages = n_bytes = 0
+        n_blocks = n_bytes = 0
 
         def write(record: bytes) -> None:
             nonlocal n_bytes
@@ -99,8 +99,8 @@ class SessionFiles:
                 if (contents := block.contents()) is None:
                     break
                 write(encoded(digest, block.kind, block.key, contents))
-                n_pages = block.index + 1
-        return Saved(n_pages * PAGE_SIZE, n_bytes)
+                n_blocks = block.index + 1
+        return Saved(n_blocks * BLOCK_SIZE, n_bytes)
 
     def read(self, path: Path, about_bytes: int = SMALL_FILE) -> SavedPrefix:
         """Read a file. about_bytes: limit of `about`; 0: not needed, so files of other models are not read.
@@ -142,8 +142,8 @@ class SessionFiles:
     def _blocks(self, file: BinaryIO, path: Path, keys: Sequence[bytes]) -> tuple[Blocks, int]:
         """Return the blocks that follow in a file, up to the first damaged one, and their bytes."""
         memory = self.memory
-        most = max(memory.page_nbytes, memory.state_nbytes)
-        pages: list[bytes] = []
+        most = max(memory.block_nbytes, memory.state_nbytes)
+        blocks: list[bytes] = []
         n_bytes, end, state = 0, 0, None
         while True:
             try:
@@ -152,29 +152,29 @@ class SessionFiles:
                 break
             if record.identity != self.identity.digest:
                 break
-            n, given = len(pages), (record.kind, record.key, len(record.contents))
-            if given == (Kind.kv, _at(keys, n), memory.page_nbytes):
-                pages.append(record.contents)
+            n, given = len(blocks), (record.kind, record.key, len(record.contents))
+            if given == (Kind.kv, _at(keys, n), memory.block_nbytes):
+                blocks.append(record.contents)
             elif given == (Kind.state, _at(keys, n - 1), memory.state_nbytes):
                 end, state = n, record.contents
             else:
                 break
             n_bytes += HEAD_BYTES + len(record.contents)
         if memory.state_nbytes:
-            return Blocks(0, tuple(pages[:end]), state), n_bytes
-        return Blocks(0, tuple(pages)), n_bytes
+            return Blocks(0, tuple(blocks[:end]), state), n_bytes
+        return Blocks(0, tuple(blocks)), n_bytes
 
     def restore(self, saved: SavedPrefix) -> int:
         """Write the blocks into the cache between two steps; return how many tokens are cached then."""
         with self.thread.exclusive() as engine:
-            n_pages = engine.scheduler.restore_prefix(self.memory, saved.found, saved.prefix)
-        return n_pages * PAGE_SIZE
+            n_blocks = engine.scheduler.restore_prefix(self.memory, saved.found, saved.prefix)
+        return n_blocks * BLOCK_SIZE
 
     def erase(self, prefix: Prefix) -> None:
         """Forget the blocks of a prefix that no sequence uses, from its end."""
         with self.thread.exclusive() as engine:
             first, root = prefix.first_thresholded_token, root_of(prefix.adapter_scales)
-            engine.scheduler.pool.erase(prefix.tokens, prefix.n_pages, first, root)
+            engine.scheduler.pool.erase(prefix.tokens, prefix.n_blocks, first, root)
 
 
 def _check_replaced(path: Path) -> None:

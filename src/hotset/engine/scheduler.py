@@ -3,7 +3,7 @@
 Decoding sequences come first, then prompts in chunks within a budget (chunked prefill). A waiting sequence is
 admitted if there is a slot and enough blocks for the tokens that it must compute. When blocks run out, the
 newest sequence is preempted: it loses its blocks and starts again later. Blocks with the same prefix are
-shared. The code calls blocks pages.
+shared.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Backend, CacheMemory
+from hotset.backends.base import BLOCK_SIZE, Backend, CacheMemory
 from hotset.engine.blocks import BlockReading, Blocks, Prefix
 from hotset.engine.counters import Counters
-from hotset.engine.kv_cache import PagePool, n_unthresholded_in_page, root_of
+from hotset.engine.kv_cache import BlockPool, n_unthresholded_in_block, root_of
 from hotset.engine.pacing import PrefillBudget, PrefillChunk, divide, weigher
 from hotset.engine.queue import WaitingQueue
 from hotset.engine.sequence import Sequence
@@ -40,7 +40,7 @@ Chunks = list[tuple[Sequence, int]]  # sequences of a step, and how many tokens 
 class Scheduler:
     """The running and waiting sequences, and their blocks, slots and recurrent states.
 
-    max_sequences, max_pages: rows and columns of the block table. max_batch: tokens of a step.
+    max_sequences, max_blocks: rows and columns of the block table. max_batch: tokens of a step.
     prompt_seconds, flops: as in Engine. counted: counters to update. whole_texts: compute each text in one
     step, because its tokens attend to later ones.
     """
@@ -49,7 +49,7 @@ class Scheduler:
         self,
         backend: Backend,
         max_sequences: int,
-        max_pages: int,
+        max_blocks: int,
         max_batch: int,
         prompt_seconds: float,
         flops: Callable[[float], float] | None,
@@ -62,7 +62,7 @@ class Scheduler:
         self.prompt_cache: PromptCache | None = None  # set by the engine
         self._max_outputs = max(1, MAX_LOGITS_BYTES // (4 * backend.n_vocab))
         self.max_sequences, self._whole_texts = max_sequences, whole_texts
-        self.page_tables = np.full((max_sequences, max_pages), -1, np.int32)  # by slot
+        self.block_tables = np.full((max_sequences, max_blocks), -1, np.int32)  # by slot
         # With one sequence at a time, nothing waits for the end of a step.
         self.prefill_budget = PrefillBudget(math.inf if max_sequences == 1 else prompt_seconds)
         self.weight = weigher(flops)
@@ -75,13 +75,13 @@ class Scheduler:
         self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.running: list[Sequence] = []  # oldest first; the last one is preempted when blocks run out
         self.free_slots = list(range(self.max_sequences - 1, -1, -1))
-        self.page_tables[:] = -1
+        self.block_tables[:] = -1
 
     def empty_cache(self) -> None:
         """Make new, empty pools of blocks and states."""
         n_states = self._backend.n_states
         self.states = StatePool(n_states) if n_states else None
-        self.pool = PagePool(self._backend.n_pages, self.states)
+        self.pool = BlockPool(self._backend.n_blocks, self.states)
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -126,7 +126,7 @@ class Scheduler:
         if self.speculator is not None:
             chunks = self._with_drafts(chunks, self.speculator)
         for sequence, n in chunks:
-            if sequence.slot >= 0 and len(sequence.pages) * PAGE_SIZE < sequence.n_computed + n:
+            if sequence.slot >= 0 and len(sequence.blocks) * BLOCK_SIZE < sequence.n_computed + n:
                 self._grow(sequence, n)
         chunks = [chunk for chunk in chunks if chunk[0].slot >= 0]
         if self.states is not None:
@@ -149,7 +149,7 @@ class Scheduler:
                 continue
             most = min(left, MOST_DRAFTED, sequence.n_tokens_max - len(sequence.tokens) - 1)
             if not may_grow:
-                most = min(most, len(sequence.pages) * PAGE_SIZE - sequence.n_computed - 1)
+                most = min(most, len(sequence.blocks) * BLOCK_SIZE - sequence.n_computed - 1)
             wanted.append((sequence, max(most, 0)))
             left -= max(min(most, speculator.n_most), 0)
         if wanted:
@@ -185,8 +185,8 @@ class Scheduler:
         for sequence, n in chunks:
             if sequence.tap or sequence.draft:
                 continue  # its blocks are not shared
-            last = (sequence.n_computed + n - 1) // PAGE_SIZE * PAGE_SIZE
-            for end in range(last, sequence.n_computed, -PAGE_SIZE):
+            last = (sequence.n_computed + n - 1) // BLOCK_SIZE * BLOCK_SIZE
+            for end in range(last, sequence.n_computed, -BLOCK_SIZE):
                 slot = states.allocate(evict=end == last)
                 if slot is None:
                     break
@@ -207,13 +207,13 @@ class Scheduler:
                 sequence.states[sequence.n_computed + n - drafted + j + 1] = slot
             chunks[i] = (sequence, n - drafted + len(sequence.draft))
 
-    def trim_pages(self, sequence: Sequence) -> None:
+    def trim_blocks(self, sequence: Sequence) -> None:
         """Release blocks that only rejected tokens needed."""
-        n_pages = -(-len(sequence.tokens) // PAGE_SIZE)
-        if len(sequence.pages) > n_pages:
-            self.pool.release(sequence.pages[n_pages:])
-            del sequence.pages[n_pages:]
-            self.page_tables[sequence.slot, n_pages:] = -1
+        n_blocks = -(-len(sequence.tokens) // BLOCK_SIZE)
+        if len(sequence.blocks) > n_blocks:
+            self.pool.release(sequence.blocks[n_blocks:])
+            del sequence.blocks[n_blocks:]
+            self.block_tables[sequence.slot, n_blocks:] = -1
 
     def drop_states(self, sequence: Sequence) -> None:
         """Release all states except the current one; the states of the longest prefixes last."""
@@ -228,33 +228,33 @@ class Scheduler:
             sequence = self.waiting.first()
             if self.prompt_cache is not None and self._awaits_blocks(sequence, self.prompt_cache):
                 return
-            pages, chain = self.pool.match(
+            blocks, chain = self.pool.match(
                 sequence.tokens,
-                sequence.n_reusable_pages,
+                sequence.n_reusable_blocks,
                 first_thresholded_token=sequence.first_thresholded_token,
                 parent=root_of(sequence.adapter_scales),
             )
-            n_missing = -(-len(sequence.tokens) // PAGE_SIZE) - len(pages)
-            n_owed = sum(-(-len(other.tokens) // PAGE_SIZE) - len(other.pages) for other in self.running)
+            n_missing = -(-len(sequence.tokens) // BLOCK_SIZE) - len(blocks)
+            n_owed = sum(-(-len(other.tokens) // BLOCK_SIZE) - len(other.blocks) for other in self.running)
             # A spare block per running sequence: otherwise their next blocks would preempt this one again.
             if self.running and n_missing + n_owed + len(self.running) > self.pool.n_available:
-                self.pool.release(pages)
+                self.pool.release(blocks)
                 return
             self.waiting.pop()
             self.running.append(sequence)
             if sequence.reading is not None and self.prompt_cache is not None:
-                n = len(pages)
+                n = len(blocks)
                 found, prefix = sequence.reading.found, prefix_of(sequence, len(sequence.tokens))
-                chain = self.restore(self.prompt_cache.memory, found, prefix, pages, chain)
-                self._counted.restored_tokens += (len(pages) - n) * PAGE_SIZE
+                chain = self.restore(self.prompt_cache.memory, found, prefix, blocks, chain)
+                self._counted.restored_tokens += (len(blocks) - n) * BLOCK_SIZE
                 sequence.reading = None
             sequence.slot = self.free_slots.pop()
-            sequence.pages = pages
+            sequence.blocks = blocks
             sequence.chain = chain
-            sequence.n_registered = len(pages)
-            sequence.n_computed = len(pages) * PAGE_SIZE
-            self.page_tables[sequence.slot, : len(pages)] = pages
-            if self.states is not None and pages:
+            sequence.n_registered = len(blocks)
+            sequence.n_computed = len(blocks) * BLOCK_SIZE
+            self.block_tables[sequence.slot, : len(blocks)] = blocks
+            if self.states is not None and blocks:
                 sequence.states[sequence.n_computed] = self.states.take(chain)
             if not sequence.started:
                 sequence.started = time.perf_counter()
@@ -268,20 +268,20 @@ class Scheduler:
 
         Also starts reading blocks of the sequences after it, as many as there is room for.
         """
-        n_pages = 0
+        n_blocks = 0
         for sequence in islice(self.waiting, len(self.free_slots)):
             if sequence.reading is None:
                 sequence.reading = self._sought(sequence, prompt_cache)
-            n_pages += sequence.reading.n_pages
-            if n_pages > self.pool.n_available:
+            n_blocks += sequence.reading.n_blocks
+            if n_blocks > self.pool.n_available:
                 break
         return first.reading is not None and not first.reading.is_done
 
     def _sought(self, sequence: Sequence, prompt_cache: PromptCache) -> BlockReading:
-        prefix, n_pages = prefix_of(sequence, len(sequence.tokens)), sequence.n_reusable_pages
+        prefix, n_blocks = prefix_of(sequence, len(sequence.tokens)), sequence.n_reusable_blocks
         root = root_of(prefix.adapter_scales)
-        n_known = self.pool.n_known(prefix.tokens, n_pages, prefix.first_thresholded_token, root)
-        return prompt_cache.read(prefix, n_known, n_pages)
+        n_known = self.pool.n_known(prefix.tokens, n_blocks, prefix.first_thresholded_token, root)
+        return prompt_cache.read(prefix, n_known, n_blocks)
 
     def wait_for_blocks(self, seconds: float) -> None:
         """Wait at most `seconds` until the blocks of the next sequence are read."""
@@ -289,28 +289,28 @@ class Scheduler:
             reading.wait(seconds)
 
     def restore(
-        self, memory: CacheMemory, found: Blocks, prefix: Prefix, pages: list[int], serial: int
+        self, memory: CacheMemory, found: Blocks, prefix: Prefix, blocks: list[int], serial: int
     ) -> int:
-        """Write blocks of a prefix into the cache and append them to `pages`, its blocks so far.
+        """Write blocks of a prefix into the cache and append them to `blocks`, its blocks so far.
 
-        serial: serial number of the last block in `pages`. Returns the serial number of the new last one. If
+        serial: serial number of the last block in `blocks`. Returns the serial number of the new last one. If
         room is short, only the first blocks are restored, or none if the model has recurrent states.
         """
-        blocks = found.pages[max(len(pages) - found.first, 0) :] if found.first <= len(pages) else ()
+        missing = found.blocks[max(len(blocks) - found.first, 0) :] if found.first <= len(blocks) else ()
         slot = None
-        if self.states is not None and blocks:
-            fits = found.state is not None and len(blocks) <= self.pool.n_available
+        if self.states is not None and missing:
+            fits = found.state is not None and len(missing) <= self.pool.n_available
             slot = self.states.allocate() if fits else None
             if slot is None or found.state is None:
                 return serial
             memory.write_state(slot, found.state)
-        for data in blocks:
-            page = self.pool.allocate()
-            if page is None:
+        for data in missing:
+            block = self.pool.allocate()
+            if block is None:
                 break
-            memory.write_page(page, data)
-            serial = self.pool.register(page, serial, *prefix.page(len(pages)))
-            pages.append(page)
+            memory.write_block(block, data)
+            serial = self.pool.register(block, serial, *prefix.block(len(blocks)))
+            blocks.append(block)
         if self.states is not None and slot is not None:
             self.states.keep(slot, serial)
             self.states.release(slot)
@@ -318,38 +318,38 @@ class Scheduler:
 
     def restore_prefix(self, memory: CacheMemory, found: Blocks, prefix: Prefix) -> int:
         """Write blocks into the cache for later sequences; return how many blocks of the prefix it holds."""
-        pages, serial = self.pool.match(
-            prefix.tokens, prefix.n_pages, first_thresholded_token=prefix.first_thresholded_token,
+        blocks, serial = self.pool.match(
+            prefix.tokens, prefix.n_blocks, first_thresholded_token=prefix.first_thresholded_token,
             parent=root_of(prefix.adapter_scales),
         )  # fmt: skip
-        self.restore(memory, found, prefix, pages, serial)
-        self.pool.release(pages)
-        return len(pages)
+        self.restore(memory, found, prefix, blocks, serial)
+        self.pool.release(blocks)
+        return len(blocks)
 
     def _share_prefix(self, sequence: Sequence) -> None:
         """Take over blocks of the same tokens that another sequence has computed since."""
         n = sequence.n_registered
-        if sequence.n_computed != n * PAGE_SIZE:
+        if sequence.n_computed != n * BLOCK_SIZE:
             return
-        pages, chain = self.pool.match(
-            sequence.tokens, sequence.n_reusable_pages,
+        blocks, chain = self.pool.match(
+            sequence.tokens, sequence.n_reusable_blocks,
             first_thresholded_token=sequence.first_thresholded_token,
             first=n, parent=sequence.chain,
         )  # fmt: skip
-        if not pages:
+        if not blocks:
             return
-        self.pool.release(sequence.pages[n:])  # allocated for a cancelled step
-        sequence.pages = sequence.pages[:n] + pages  # a new list tells drafters that the blocks changed
+        self.pool.release(sequence.blocks[n:])  # allocated for a cancelled step
+        sequence.blocks = sequence.blocks[:n] + blocks  # a new list tells drafters that the blocks changed
         sequence.chain = chain
-        sequence.n_registered = n + len(pages)
+        sequence.n_registered = n + len(blocks)
         if self.states is not None:
-            sequence.states[sequence.n_registered * PAGE_SIZE] = self.states.take(chain)
-        sequence.n_computed = sequence.n_registered * PAGE_SIZE
+            sequence.states[sequence.n_registered * BLOCK_SIZE] = self.states.take(chain)
+        sequence.n_computed = sequence.n_registered * BLOCK_SIZE
         self.drop_states(sequence)
-        self.page_tables[sequence.slot, n : n + len(pages)] = pages
+        self.block_tables[sequence.slot, n : n + len(blocks)] = blocks
         if not sequence.preempted:
-            sequence.n_reused += len(pages) * PAGE_SIZE
-            self._counted.reused_tokens += len(pages) * PAGE_SIZE
+            sequence.n_reused += len(blocks) * BLOCK_SIZE
+            self._counted.reused_tokens += len(blocks) * BLOCK_SIZE
 
     def _waits_for_prefix(self, sequence: Sequence, coming: set[tuple[int, int, tuple[int, ...]]]) -> bool:
         """Return whether an earlier sequence of this step computes the next block; then this one waits.
@@ -360,46 +360,46 @@ class Scheduler:
         if sequence.tap:
             return False  # its blocks are not shared
         n = sequence.n_registered
-        page = tuple(sequence.tokens[n * PAGE_SIZE : (n + 1) * PAGE_SIZE])
-        if len(page) < PAGE_SIZE:
+        block = tuple(sequence.tokens[n * BLOCK_SIZE : (n + 1) * BLOCK_SIZE])
+        if len(block) < BLOCK_SIZE:
             return False
-        key = (sequence.chain, n_unthresholded_in_page(sequence.first_thresholded_token, n), page)
-        if key in coming and n < sequence.n_reusable_pages and sequence.n_computed == n * PAGE_SIZE:
+        key = (sequence.chain, n_unthresholded_in_block(sequence.first_thresholded_token, n), block)
+        if key in coming and n < sequence.n_reusable_blocks and sequence.n_computed == n * BLOCK_SIZE:
             return True
         coming.add(key)
         return False
 
     def _grow(self, sequence: Sequence, n: int) -> None:
         """Give a sequence the blocks for `n` more tokens, preempting the newest sequences if necessary."""
-        n_pages = -(-(sequence.n_computed + n) // PAGE_SIZE)
-        while len(sequence.pages) < n_pages:
-            page = self.pool.allocate()
-            if page is not None:
-                self.page_tables[sequence.slot, len(sequence.pages)] = page
-                sequence.pages.append(page)
+        n_blocks = -(-(sequence.n_computed + n) // BLOCK_SIZE)
+        while len(sequence.blocks) < n_blocks:
+            block = self.pool.allocate()
+            if block is not None:
+                self.block_tables[sequence.slot, len(sequence.blocks)] = block
+                sequence.blocks.append(block)
                 continue
             newest = self.running[-1]
             self.preempt(newest)
             if newest is sequence:
                 return
 
-    def register_pages(self, sequence: Sequence) -> None:
-        for i in range(sequence.n_registered, sequence.n_computed // PAGE_SIZE):
-            tokens = sequence.tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
-            n_unthresholded = n_unthresholded_in_page(sequence.first_thresholded_token, i)
-            sequence.chain = self.pool.register(sequence.pages[i], sequence.chain, tokens, n_unthresholded)
+    def register_blocks(self, sequence: Sequence) -> None:
+        for i in range(sequence.n_registered, sequence.n_computed // BLOCK_SIZE):
+            tokens = sequence.tokens[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]
+            n_unthresholded = n_unthresholded_in_block(sequence.first_thresholded_token, i)
+            sequence.chain = self.pool.register(sequence.blocks[i], sequence.chain, tokens, n_unthresholded)
             sequence.n_registered = i + 1
-            if self.states is not None and sequence.n_registered * PAGE_SIZE in sequence.states:
-                self.states.keep(sequence.states[sequence.n_registered * PAGE_SIZE], sequence.chain)
+            if self.states is not None and sequence.n_registered * BLOCK_SIZE in sequence.states:
+                self.states.keep(sequence.states[sequence.n_registered * BLOCK_SIZE], sequence.chain)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a running sequence from the batch and release its blocks; it keeps its tokens."""
         self.running.remove(sequence)
-        self.pool.release(sequence.pages)
-        self.page_tables[sequence.slot] = -1
+        self.pool.release(sequence.blocks)
+        self.block_tables[sequence.slot] = -1
         self.free_slots.append(sequence.slot)
         sequence.slot = -1
-        sequence.pages = []
+        sequence.blocks = []
         sequence.draft = []
         if self.states is not None:
             for slot in sequence.states.values():
@@ -421,18 +421,18 @@ class Scheduler:
 
     # ---- blocks and states for a caller that steps the backend itself
 
-    def take_pages(self, n_tokens: int) -> list[int]:
+    def take_blocks(self, n_tokens: int) -> list[int]:
         """Return blocks for a caller that steps the backend itself; release them with `pool.release`.
 
         Raises OutOfMemoryError if the running sequences leave too few.
         """
-        n_pages = -(-n_tokens // PAGE_SIZE)
-        if n_pages > self.pool.n_available:
+        n_blocks = -(-n_tokens // BLOCK_SIZE)
+        if n_blocks > self.pool.n_available:
             raise OutOfMemoryError(
-                f"{n_tokens} tokens need {n_pages} blocks of the KV cache, but only "
+                f"{n_tokens} tokens need {n_blocks} blocks of the KV cache, but only "
                 f"{self.pool.n_available} are free; wait for running requests, or load with a larger n_seqs"
             )
-        return [page for page in (self.pool.allocate() for _ in range(n_pages)) if page is not None]
+        return [block for block in (self.pool.allocate() for _ in range(n_blocks)) if block is not None]
 
     def take_states(self) -> np.ndarray | None:
         """Return two slots for recurrent states, int32 [1, 2], for a caller that steps the backend itself.

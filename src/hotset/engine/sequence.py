@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from hotset.backends.base import NO_ADAPTERS, PAGE_SIZE, AdapterScales, StepStats
+from hotset.backends.base import BLOCK_SIZE, NO_ADAPTERS, AdapterScales, StepStats
 from hotset.engine.blocks import BlockReading
 from hotset.engine.kv_cache import NONE_THRESHOLDED, ROOT
 from hotset.engine.sampler import Sampler, TokenLogprobs
@@ -92,6 +92,7 @@ class Sequence:
     __slots__ = (
         "adapter_scales",
         "all_notified",
+        "blocks",
         "chain",
         "client",
         "deadline",
@@ -117,7 +118,6 @@ class Sequence:
         "n_tokens_max",
         "on_logits",
         "on_tap",
-        "pages",
         "preempted",
         "process",
         "reading",
@@ -154,7 +154,7 @@ class Sequence:
         self.n_drafted = self.n_accepted = self.n_steps = 0
         self.n_reused = 0
         self.n_computed = 0
-        self.pages: list[int] = []
+        self.blocks: list[int] = []
         self.n_registered = 0  # how many of its first blocks other sequences can find
         self.chain = ROOT  # serial number of the last of these
         # Slots of recurrent states by the number of tokens before them. The sequence continues from the one
@@ -231,7 +231,7 @@ class Sequence:
         return tokens if len(tokens) == n else tokens + self.draft[: n - len(tokens)]
 
     @property
-    def n_reusable_pages(self) -> int:
+    def n_reusable_blocks(self) -> int:
         """Return how many blocks it may share.
 
         It must compute at least one token, and all tokens whose logits are needed.
@@ -239,7 +239,7 @@ class Sequence:
         reusable = len(self.tokens) - 1
         if self.on_logits:
             reusable = min(reusable, self.first_output)
-        return reusable // PAGE_SIZE if self.reuse_prefix else 0
+        return reusable // BLOCK_SIZE if self.reuse_prefix else 0
 
     def n_rows(self, n: int) -> int:
         """Return for how many tokens, at the end of its next n, logits are needed."""

@@ -17,7 +17,7 @@ from hotset.errors import InvalidRequestError
 class StatePool:
     """A pool of `n_states` reference-counted slots; states of prefixes stay until room is needed (LRU).
 
-    A kept state is found by the serial number of the block before it (kv_cache.PagePool).
+    A kept state is found by the serial number of the block before it (kv_cache.BlockPool).
     """
 
     def __init__(self, n_states: int) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Backend, Batch
+from hotset.backends.base import BLOCK_SIZE, Backend, Batch
 from hotset.errors import InvalidRequestError
 
 _SEED = 0
@@ -31,19 +31,19 @@ def measure_steps(
     tokens like an answer's, if the graph has thresholds. The backend must be otherwise unused. Raises
     InvalidRequestError if a size exceeds the largest step.
     """
-    longest = min(backend.max_batch, backend.n_pages * PAGE_SIZE - depth)
+    longest = min(backend.max_batch, backend.n_blocks * BLOCK_SIZE - depth)
     for n in sizes:
         if not 1 <= n <= longest:
             raise InvalidRequestError(f"a step must have 1 to {longest} tokens with this model, not {n}")
     tokens = np.random.default_rng(_SEED).integers(0, backend.n_vocab, depth + max(sizes), dtype=np.int32)
-    n_pages = -(-len(tokens) // PAGE_SIZE)
-    pages = np.arange(n_pages, dtype=np.int32)[None]
+    n_blocks = -(-len(tokens) // BLOCK_SIZE)
+    blocks = np.arange(n_blocks, dtype=np.int32)[None]
     n_before = 0  # steps so far, which decide the slot of the recurrent state
 
     def run(start: int, n: int, n_rows: int) -> float:
         batch = Batch(
             tokens[start : start + n], np.arange(start, start + n, dtype=np.int32), np.zeros(n, np.int32),
-            pages, np.arange(n - n_rows, n, dtype=np.int32),
+            blocks, np.arange(n - n_rows, n, dtype=np.int32),
             thresholded=np.full(n, thresholded) if thresholded else None,
         )  # fmt: skip
         batch = batch.with_states_of_rows(n_before)

@@ -36,19 +36,19 @@ def steps(
     n_step = max(1, min(backend.max_batch, _TAPPED_BYTES // max(n_bytes, 1)))
     if graph.is_encoder:
         n_step = len(ids)
-    pages: list[int] = []
+    blocks: list[int] = []
     slots = None
     try:
         with thread.exclusive() as engine:
-            pages = engine.scheduler.take_pages(len(ids))
+            blocks = engine.scheduler.take_blocks(len(ids))
             slots = engine.scheduler.take_states()
-        for batch in batches(ids, names, pages, n_step, outputs=outputs, slots=slots):
+        for batch in batches(ids, names, blocks, n_step, outputs=outputs, slots=slots):
             with thread.exclusive():
                 taps = dict(backend.step(batch).taps)
             yield taps
     finally:
-        if pages and not thread.closed:
+        if blocks and not thread.closed:
             with thread.exclusive() as engine:
-                engine.scheduler.pool.release(pages)
+                engine.scheduler.pool.release(blocks)
                 if slots is not None:
                     engine.scheduler.give_states()

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hotset.backends.base import PAGE_SIZE, Backend
+from hotset.backends.base import BLOCK_SIZE, Backend
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.registry import CPU, REFERENCE, plugin_of
 from hotset.backends.stage import BackendOptions, WholeModel
@@ -45,6 +45,7 @@ from hotset.loader.decide import (
     cpu_graph,
     cpu_layers,
     decide,
+    with_applied,
     with_channels,
     with_ram,
 )
@@ -257,7 +258,7 @@ def _host_memory(decided: Decided) -> HostMemory:
     from hotset.placement.ram import HostMemory
 
     return HostMemory(
-        decided.weights, decided.graph, decided.settings, sparse=decided.is_sparse, n_pages=decided.n_pages,
+        decided.weights, decided.graph, decided.settings, sparse=decided.is_sparse, n_blocks=decided.n_blocks,
         n_states=decided.n_states, placement=decided.placement,
     )  # fmt: skip
 
@@ -310,7 +311,7 @@ def open_backend(
     from hotset.backends.reference import ReferenceBackend
 
     return ReferenceBackend(
-        weights, graph, sparse=options.sparse, n_pages=options.n_pages, max_batch=options.max_batch,
+        weights, graph, sparse=options.sparse, n_blocks=options.n_blocks, max_batch=options.max_batch,
         kv_type=options.kv_type, n_states=options.n_states,
     )  # fmt: skip
 
@@ -321,7 +322,7 @@ def open_measuring(decided: Decided, backend: Backend) -> Backend:
     It measures the predictor of another backend.
     """
     options = BackendOptions(
-        n_pages=MAX_SEQUENCE // PAGE_SIZE, max_batch=_MEASURED_STEP, kv_type=decided.settings.kv_type,
+        n_blocks=MAX_SEQUENCE // BLOCK_SIZE, max_batch=_MEASURED_STEP, kv_type=decided.settings.kv_type,
         n_threads=backend.n_threads,
     )  # fmt: skip
     name = REFERENCE if backend.name == REFERENCE else CPU
@@ -381,7 +382,7 @@ def _placement(decided: Decided, devices: Sequence[str | Card], profile: Profile
 
     model = ModelToPlace(
         decided.gguf, decided.config, decided.weights, decided.graph, decided.choice.base, decided.settings,
-        decided.n_pages, decided.n_states, profile, limited=decided.limit is not None,
+        decided.n_blocks, decided.n_states, profile, limited=decided.limit is not None,
     )  # fmt: skip
     return planned(model, devices)
 
@@ -423,14 +424,19 @@ def _profile(settings: LoadSettings, choice: Choice, devices: Sequence[str | Car
 
 
 def _with_channels(decided: Decided) -> Decided:
-    """Plan which matrices leave out thresholded inputs, and open the input-major copies that the CPU reads.
+    """Plan which matrices skip thresholded inputs, and open the input-major copies that the CPU reads.
 
-    A memory budget has no room for copies, so it gets none."""
+    Thresholds that skip nothing are dropped. A memory budget has no room for copies, so it gets none.
+    """
     thresholds, settings, placement = decided.choice.thresholds, decided.settings, decided.placement
     device = decided.capabilities
-    if thresholds is None or (device is not None and not device.thresholds):
-        return decided  # the device reads every channel
+    if thresholds is None:
+        return decided
     from hotset.placement import channel_rates
+    from hotset.placement.channels import ChannelPlan
+
+    if device is not None and not device.thresholds:  # it reads every channel
+        return with_applied(decided, thresholds, ChannelPlan((), {}))
 
     of_cpu, of_devices = channel_work(decided)
     rates = channel_rates.of_cpu(of_cpu, settings.n_threads, progress=settings.progress)
@@ -440,7 +446,9 @@ def _with_channels(decided: Decided) -> Decided:
         for name in devices
     ]
     decided = with_channels(decided, thresholds, rates, found)
-    if decided.ram is not None or decided.channels is None or not cpu_layers(decided):
+    if decided.ram is not None:  # its rows follow the thresholds
+        return with_ram(decided, _plan_ram(decided))
+    if decided.channels is None or not cpu_layers(decided):
         return decided
     weights, chosen = decided.weights, decided.channels.chosen
     copies = open_channels(

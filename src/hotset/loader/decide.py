@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.registry import Capabilities, capabilities_of
 from hotset.backends.stage import BackendOptions
 from hotset.engine.engine import ModelTraits, ThresholdedTokens
@@ -34,7 +34,7 @@ from hotset.units import human_size
 if TYPE_CHECKING:
     from hotset.offload.weight_store import StoredWeights
     from hotset.placement.cards import Card
-    from hotset.placement.channels import ChannelPlan, TypeRates, Workload
+    from hotset.placement.channels import ChannelPlan, KindRates, TypeRates, Workload
     from hotset.placement.ram import RamPlan
     from hotset.placement.table import Placement
 
@@ -113,7 +113,7 @@ class Decided:
 
     n_states: slots of the cache for recurrent states, 0 without such layers.
     config: with the rotation for n_ctx. weights: the file with its sidecars. graph: of
-    a step. n_ctx: tokens of one conversation. n_pages: KV blocks of the cache. notes: a sentence for each
+    a step. n_ctx: tokens of one conversation. n_blocks: KV blocks of the cache. notes: a sentence for each
     file that was built or opened. placement: the layers of each device; None: only the CPU computes.
     predictor: in the graph. limit: bytes of memory for the model; None: its files are mapped. ram: the
     division of the limit. stored: the weights in memory under the limit, once the backend is built. channels:
@@ -129,7 +129,7 @@ class Decided:
     graph: Graph
     cost: Cost
     n_ctx: int
-    n_pages: int
+    n_blocks: int
     n_states: int
     notes: list[str]
     limit: int | None = None
@@ -155,7 +155,7 @@ class Decided:
         """Return the options to build its backend with."""
         settings, channels = self.settings, self.channels
         return BackendOptions(
-            n_pages=self.n_pages, n_states=self.n_states, kv_type=settings.kv_type,
+            n_blocks=self.n_blocks, n_states=self.n_states, kv_type=settings.kv_type,
             max_batch=settings.max_batch if self.ram is None else self.ram.max_batch,
             n_threads=settings.n_threads, sparse=self.is_sparse,
             channel_rates={} if channels is None else channels.rates,
@@ -199,7 +199,7 @@ class Decided:
         if self.graph.is_encoder:  # computes a text in one step
             settings = replace(settings, max_batch=max(settings.max_batch, n_ctx))
         sizes: dict[str, Any] = {
-            "n_ctx": n_ctx, "n_pages": _n_pages(settings, n_ctx), "settings": settings,
+            "n_ctx": n_ctx, "n_blocks": _n_blocks(settings, n_ctx), "settings": settings,
             "n_states": _n_states(settings, self.cost, n_ctx),
         }  # fmt: skip
         config = self.config.for_context(n_ctx)
@@ -260,7 +260,7 @@ def _context_beside_rows(decided: Decided, n_bytes: int) -> int:
     kv_bytes = settings.n_seqs * cost.kv_bytes_per_token(settings.kv_type)
     if not kv_bytes:  # without attention a longer context costs nothing
         return decided.n_ctx
-    fitting = int(n_bytes * _SHARE_OF_CONTEXT) // kv_bytes // PAGE_SIZE * PAGE_SIZE
+    fitting = int(n_bytes * _SHARE_OF_CONTEXT) // kv_bytes // BLOCK_SIZE * BLOCK_SIZE
     return min(decided.n_ctx, max(fitting, SMALLEST_DEFAULT_N_CTX))
 
 
@@ -301,19 +301,35 @@ def channel_work(decided: Decided) -> tuple[tuple[Workload, ...], tuple[Workload
 
 
 def with_channels(
-    decided: Decided, thresholds: Thresholds, of_cpu: TypeRates, of_devices: Sequence[TypeRates]
+    decided: Decided, thresholds: Thresholds, of_cpu: KindRates, of_devices: Sequence[TypeRates]
 ) -> Decided:
-    """Add the expected gain of leaving out thresholded zeros, for the device of each layer.
+    """Add the expected gain of skipping thresholded zeros, and drop thresholds that skip nothing.
 
     of_devices: rates of each device of the placement; empty if none of its matrices has zeros.
     """
     from hotset.placement.channels import plan_channels, with_devices
 
     graph, tensors, placement = decided.graph, decided.weights.tensors, decided.placement
-    plan = plan_channels(graph, tensors, thresholds, of_cpu, cpu_layers(decided))
+    copies = decided.ram is None  # a memory budget has no room for them
+    plan = plan_channels(graph, tensors, thresholds, of_cpu, cpu_layers(decided), copies=copies)
     if placement is not None and of_devices:
         plan = with_devices(plan, graph, tensors, thresholds, placement, of_devices)
-    return replace(decided, channels=plan)
+    return replace(with_applied(decided, thresholds, plan), channels=plan)
+
+
+def with_applied(decided: Decided, thresholds: Thresholds, plan: ChannelPlan) -> Decided:
+    """Drop the thresholds with which the plan skips nothing; a note says how many."""
+    from hotset.placement.channels import applied
+
+    places = () if decided.placement is None else decided.placement.layers
+    split = [i for i, place in enumerate(places) if place.is_split]
+    left = applied(plan, decided.graph, thresholds, stored=decided.ram is not None, split=split)
+    if left.layers == thresholds.layers:
+        return decided
+    n, of = thresholds.n_nonzero - left.n_nonzero, thresholds.n_nonzero
+    decided = decided.changed(choice=replace(decided.choice, thresholds=left))
+    decided.notes.append(f"{n} of {of} thresholds are not applied, because they save no time on this machine")
+    return decided
 
 
 def longest_default(opened: Opened, graph: Graph, machine: MachineFacts) -> int | None:
@@ -340,9 +356,9 @@ def context(
         room = min(free * _SHARE_OF_CONTEXT, free - file_bytes)
         if cache_bytes(settings, cost, most) <= room:
             return most
-        lengths = range(PAGE_SIZE, most + 1, PAGE_SIZE)
+        lengths = range(BLOCK_SIZE, most + 1, BLOCK_SIZE)
         n_fitting = bisect_right(lengths, room, key=lambda n: cache_bytes(settings, cost, n))
-        return min(most, max(n_fitting * PAGE_SIZE, SMALLEST_DEFAULT_N_CTX))
+        return min(most, max(n_fitting * BLOCK_SIZE, SMALLEST_DEFAULT_N_CTX))
     if n_ctx_max is not None and asked > n_ctx_max:
         raise ContextLengthError(
             f"a context of {asked} tokens is longer than the {n_ctx_max} positions that this model can be "
@@ -365,9 +381,9 @@ def cache_bytes(settings: LoadSettings, cost: Cost, n_ctx: int) -> int:
     return kv_bytes + _n_states(settings, cost, n_ctx) * cost.state_bytes
 
 
-def _n_pages(settings: LoadSettings, n_ctx: int) -> int:
+def _n_blocks(settings: LoadSettings, n_ctx: int) -> int:
     """Return the number of KV blocks of the cache."""
-    return settings.n_seqs * -(-n_ctx // PAGE_SIZE)
+    return settings.n_seqs * -(-n_ctx // BLOCK_SIZE)
 
 
 def _n_states(settings: LoadSettings, cost: Cost, n_ctx: int) -> int:
@@ -377,9 +393,9 @@ def _n_states(settings: LoadSettings, cost: Cost, n_ctx: int) -> int:
     every block can use."""
     if not cost.state_bytes:
         return 0
-    n_pages = _n_pages(settings, n_ctx)
-    kv_bytes = n_pages * PAGE_SIZE * cost.kv_bytes_per_token(settings.kv_type)
+    n_blocks = _n_blocks(settings, n_ctx)
+    kv_bytes = n_blocks * BLOCK_SIZE * cost.kv_bytes_per_token(settings.kv_type)
     n_drafted = 0 if settings.drafter == "off" else settings.draft_max
     least = (2 + n_drafted) * settings.n_seqs + 2 + _KEPT_STATES
-    most = (2 + n_drafted) * settings.max_sequences + 2 + n_pages
+    most = (2 + n_drafted) * settings.max_sequences + 2 + n_blocks
     return max(least, min(most, kv_bytes // cost.state_bytes))

@@ -7,7 +7,7 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 
-from hotset.backends.base import PAGE_SIZE, Backend, CacheMemory
+from hotset.backends.base import BLOCK_SIZE, Backend, CacheMemory
 from hotset.backends.cpu.backend import native_code
 from hotset.backends.registry import all_capabilities
 from hotset.backends.stage import WholeModel
@@ -39,7 +39,7 @@ def identity_of(decided: Decided) -> Identity:
     That is the file, the graph (with activation, thresholds and rotations), predictors that were built, the
     type of keys and values, and the code that computes."""
     digest = hashlib.blake2b(digest_size=16)
-    facts = [VERSION, PAGE_SIZE, sys.byteorder, version("hotset"), decided.settings.kv_type]
+    facts = [VERSION, BLOCK_SIZE, sys.byteorder, version("hotset"), decided.settings.kv_type]
     if decided.settings.drafter == "mtp":  # its layer has a part of each block
         facts.append("mtp")
     if decided.placement is not None:  # a device has its own order of bytes
@@ -53,7 +53,7 @@ def identity_of(decided: Decided) -> Identity:
         for sidecar in decided.weights.sidecars:
             digest.update(fingerprint(sidecar).encode())
     cost, kv_type = decided.cost, decided.settings.kv_type
-    n_bytes = cost.kv_bytes_per_token(kv_type) or cost.state_bytes / PAGE_SIZE
+    n_bytes = cost.kv_bytes_per_token(kv_type) or cost.state_bytes / BLOCK_SIZE
     name = decided.gguf.path.name
     return Identity(digest.digest(), name, kv_type, cost.flops_per_token(0) / max(n_bytes, 1))
 

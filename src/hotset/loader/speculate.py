@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hotset.backends.base import Backend
-from hotset.backends.cpu.lowering import decoded_vector
+from hotset.backends.decoded import decoded_vector
 from hotset.backends.reference import normalised
 from hotset.backends.stage import WholeModel
 from hotset.engine.draft_model import ModelDrafter, SelfDrafter

@@ -110,9 +110,9 @@ class Architecture:
     short_conv: layers without KV heads have a short convolution instead of attention.
     state_space: layers without KV heads have a Mamba-2 state space instead, and layers whose
       feed_forward_length is 0 have no FFN. one_part: layers with an FFN have nothing else. by_channel: the
-      state space is the first Mamba's. beside: every layer has both attention and a state space, with the
-      same input. attends: False: no layer has attention; all have the state space, or (rwkv) the time mix of
-      this version of RWKV.
+      state space is the first Mamba's. with_attention: every layer has both attention and a state
+      space, with the same input. attends: False: no layer has attention; all have the state space, or (rwkv)
+      the time mix of this version of RWKV.
     ffn_tensors: names of up and down.
     delta_net: layers have a gated delta net instead of attention, except each fourth or those that the file
       names. Heads of values that share a key are adjacent (grouped) or n_head_k apart (tiled). channels:
@@ -194,7 +194,7 @@ class Architecture:
     short_conv: bool = False
     state_space: bool = False
     by_channel: bool = False
-    beside: bool = False
+    with_attention: bool = False
     attends: bool = True
     rwkv: int | None = None
     ffn_tensors: tuple[str, str] = ("ffn_up", "ffn_down")
@@ -417,7 +417,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitehybrid": Architecture(
         rope_switch=True, state_space=True, experts=ExpertDefaults(optional=True)
     ),
-    "falcon-h1": Architecture(rope="neox", state_space=True, beside=True),
+    "falcon-h1": Architecture(rope="neox", state_space=True, with_attention=True),
     "mamba": Architecture(rope=None, state_space=True, by_channel=True, attends=False),
     "jamba": Architecture(
         rope=None, state_space=True, by_channel=True,

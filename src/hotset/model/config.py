@@ -552,7 +552,7 @@ def _kv_heads(keys: Keys, architecture: Architecture, n_layer: int, n_head: int)
     key = "attention.head_count_kv"
     if architecture.window_heads:  # see _layer_heads
         return max(keys.per_layer(key, n_layer, 1, 1 << 14, n_head))
-    if architecture.beside or not architecture.marks_layers:
+    if architecture.with_attention or not architecture.marks_layers:
         return keys.uniform(key, n_layer, 1, 1 << 14, n_head)
     found = set(keys.per_layer(key, n_layer, 0, 1 << 14, n_head)) - {0}
     if not found:

@@ -67,6 +67,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hotset.errors import UnsupportedModelError
+from hotset.model import operations as ops
 from hotset.model.architectures import ARCHITECTURES, HeadNorm
 from hotset.model.builder import GraphBuilder
 from hotset.model.config import (
@@ -78,41 +79,7 @@ from hotset.model.config import (
 from hotset.model.experts import Experts
 from hotset.model.graph import Graph
 from hotset.model.mixers import ChannelMixer, ConvMixer, RwkvMixer, StateSpaceMixer
-from hotset.model.operations import (
-    Activate,
-    ActivationKind,
-    Add,
-    All,
-    Attention,
-    Embed,
-    ExpertLinear,
-    ExpertSum,
-    Ffn,
-    GateHeads,
-    GaussianTopK,
-    Heads,
-    KeyBias,
-    LayerNorm,
-    Linear,
-    Mask,
-    MaskedRoute,
-    Multiply,
-    PoolBlocks,
-    PositionGain,
-    RMSNorm,
-    Rope,
-    Rotate,
-    Route,
-    Scale,
-    Select,
-    SelectOutputs,
-    SoftCap,
-    Threshold,
-    TransposedHeads,
-    TransposedLinear,
-    UnitNorm,
-    Value,
-)
+from hotset.model.operations import Value
 from hotset.model.predictor import Predictor
 from hotset.model.recurrent import (
     TimeMix,
@@ -197,7 +164,7 @@ def describe_nextn(config: ModelConfig, tensors: Mapping[str, TensorInfo], index
     model.enter(i, "other")
     x = model.embedding(f"{own}.embed_tokens" if f"{own}.embed_tokens.weight" in tensors else "token_embd")
     x, hidden = model.norm(x, f"{own}.enorm"), model.norm(hidden, f"{own}.hnorm")
-    both = model.add(Heads(model.value(f"{own}.both", 2 * d), x, 1, 0, hidden, **model.where))
+    both = model.add(ops.Heads(model.value(f"{own}.both", 2 * d), x, 1, 0, hidden, **model.where))
     x = model.linear(both, f"{own}.eh_proj", d)
     x = model.ffn(i, layer, x, model.attention(i, layer, x), None)
     model.config = replace(config, norm=norm, norm_bias=False)
@@ -271,17 +238,21 @@ class _Decoder(GraphBuilder):
         config, d = self.config, self.config.n_embd
         matrix = self.weights.matrix(tensor, d, config.n_vocab)
         x = self.scaled(
-            self.add(Embed(self.value("embedding", d), matrix)), config.embedding_scale, "embedding_scaled"
+            self.add(ops.Embed(self.value("embedding", d), matrix)),
+            config.embedding_scale,
+            "embedding_scaled",
         )
         if f"{TOKEN_TYPES}.weight" in self.weights.tensors:
-            types = self.add(Embed(self.value(TOKEN_TYPES, d), self.weights.table(TOKEN_TYPES, d), "type"))
-            x = self.add(Add(self.value("embd_typed", d), x, types))
+            types = self.add(
+                ops.Embed(self.value(TOKEN_TYPES, d), self.weights.table(TOKEN_TYPES, d), "type")
+            )
+            x = self.add(ops.Add(self.value("embd_typed", d), x, types))
         if (first := config.first_position) is not None:
             weight = self.weights.matrix("position_embd", d, config.n_ctx_train + first)
-            positions = self.add(Embed(self.value("position_embd", d), weight, "position", first))
-            x = self.add(Add(self.value("inp", d), x, positions))
+            positions = self.add(ops.Embed(self.value("position_embd", d), weight, "position", first))
+            x = self.add(ops.Add(self.value("inp", d), x, positions))
         if config.unit_embedding:
-            return self.add(UnitNorm(self.value("token_embd_norm", d), x, config.norm_eps, 1))
+            return self.add(ops.UnitNorm(self.value("token_embd_norm", d), x, config.norm_eps, 1))
         return self.norm(x, "token_embd_norm") if config.embedding_norm else x
 
     def attention(self, i: int, layer: LayerConfig, x: Value) -> Value:
@@ -303,9 +274,9 @@ class _Decoder(GraphBuilder):
             return self._summed(
                 layer, x, out, f"{blk}.ffn_inp" if layer.n_ff else f"{blk}.out", f"{blk}.attn_output_norm"
             )
-        x = self.add(Add(self.value(f"{blk}.attn_sum", config.n_embd), x, out, **self.where))
+        x = self.add(ops.Add(self.value(f"{blk}.attn_sum", config.n_embd), x, out, **self.where))
         x = self.add(
-            Add(self.value(f"{blk}.laurel_sum", config.n_embd), x, self._laurel(blk, h), **self.where)
+            ops.Add(self.value(f"{blk}.laurel_sum", config.n_embd), x, self._laurel(blk, h), **self.where)
         )
         return self.scaled(x, math.sqrt(0.5), f"{blk}.ffn_inp")
 
@@ -317,7 +288,7 @@ class _Decoder(GraphBuilder):
         if self.residual is not None:
             return out
         sum_ = self.value(f"{name}_sum" if layer.sum_norms else name, x.width)
-        sum_ = self.add(Add(sum_, x, out, **self.where))
+        sum_ = self.add(ops.Add(sum_, x, out, **self.where))
         return self.norm(sum_, norm, name) if layer.sum_norms else sum_
 
     def _laurel(self, blk: str, h: Value) -> Value:
@@ -325,7 +296,7 @@ class _Decoder(GraphBuilder):
         d = self.config.n_embd
         low = self.linear(h, f"{blk}.laurel_l", self.weights.n_rows(f"{blk}.laurel_l"))
         normed = self.norm(self.linear(low, f"{blk}.laurel_r", d), f"{blk}.laurel_post_norm")
-        return self.add(Add(self.value(f"{blk}.laurel", d), h, normed, **self.where))
+        return self.add(ops.Add(self.value(f"{blk}.laurel", d), h, normed, **self.where))
 
     def _mixed(self, i: int, layer: LayerConfig, h: Value) -> Value:
         """Add attention or the layer's other token mixer."""
@@ -335,10 +306,10 @@ class _Decoder(GraphBuilder):
             return convolved(self, f"blk.{i}", layer.mixer, h)
         if isinstance(layer.mixer, StateSpaceMixer):
             out = state_space(self, f"blk.{i}", layer.mixer, h)
-            if not layer.mixer.beside:
+            if not layer.mixer.with_attention:
                 return out
             sum_ = self.value(f"blk.{i}.mixed", self.config.n_embd)
-            return self.add(Add(sum_, self._heads_attend(i, layer, h), out, **self.where))
+            return self.add(ops.Add(sum_, self._heads_attend(i, layer, h), out, **self.where))
         if isinstance(layer.mixer, ChannelMixer):
             return channel_space(self, f"blk.{i}", layer.mixer, h)
         if isinstance(layer.mixer, RwkvMixer):
@@ -369,17 +340,17 @@ class _Decoder(GraphBuilder):
                     q, gate = self._gated_query(q, blk)
                 if gate.width != config.n_head:
                     out = self.value(f"{blk}.attn_gate_act", gate.width)
-                    gate = self.add(Activate(out, gate, "sigmoid", **self.where))
+                    gate = self.add(ops.Activate(out, gate, "sigmoid", **self.where))
             q = self._rotated(self._tempered(q, blk), config.n_head, layer)
             if layer.source is None:
                 k = self._rotated(k, n_head_kv, layer)
                 if layer.value_norm:
                     out = self.value(f"{blk}.attn_v_norm", v.width)
-                    v = self.add(UnitNorm(out, v, config.norm_eps, n_head_kv, **self.where))
+                    v = self.add(ops.UnitNorm(out, v, config.norm_eps, n_head_kv, **self.where))
                 self._stored[i] = k, v
         attn = self.value(f"{blk}.attn", config.n_head * dim_v)
         self.add(
-            Attention(
+            ops.Attention(
                 attn, q, k, v, config.n_head, n_head_kv, dim, dim_v,
                 layer.attention_scale, layer.window, layer.attention_softcap,
                 self.weights.vector(f"{blk}.attn_sinks", config.n_head) if layer.sinks else None,
@@ -390,7 +361,7 @@ class _Decoder(GraphBuilder):
         if gate is not None:
             gated = self.value(f"{blk}.attn_gated", attn.width)
             of_heads = gate.width == config.n_head
-            attn = self.add((GateHeads if of_heads else Multiply)(gated, attn, gate, **self.where))
+            attn = self.add((ops.GateHeads if of_heads else ops.Multiply)(gated, attn, gate, **self.where))
         if layer.sub_norms:
             attn = self.norm(attn, f"{blk}.attn_sub_norm")
         attn = self._thresholded(attn, i, "attn_out")
@@ -406,12 +377,12 @@ class _Decoder(GraphBuilder):
         given = self.norm(self.linear(h, f"{blk}.attn_q_a", sizes.rank_q), f"{blk}.attn_q_a_norm")
         q = self.linear(given, f"{blk}.attn_q_b", n * dim, f"{blk}.attn_q")
         out = self.value(f"{blk}.attn_q_norm", q.width)
-        q = self._turned(self.add(UnitNorm(out, q, config.norm_eps, n, **self.where)), n, rope)
+        q = self._turned(self.add(ops.UnitNorm(out, q, config.norm_eps, n, **self.where)), n, rope)
         k = self.norm(self.linear(h, f"{blk}.attn_kv", dim), f"{blk}.attn_kv_a_norm")
         k = self._turned(k, 1, rope)
         blocks = self._blocks(blk, layer.block_size, rope, h) if layer.block_size else None
         attn = self.add(
-            Attention(
+            ops.Attention(
                 self.value(f"{blk}.attn", n * dim), q, k, k, n, 1, dim, dim, layer.attention_scale,
                 layer.window, sinks=self.weights.vector(f"{blk}.attn_sinks", n), blocks=blocks,
                 block_size=layer.block_size, **self.where,
@@ -424,30 +395,30 @@ class _Decoder(GraphBuilder):
         for j in range(sizes.n_groups):
             part = self.channels(attn, j * width, width, f"{blk}.attn_back_{j}")
             low = self.value(f"{blk}.attn_output_a_{j}", rank)
-            low = self.add(Linear(low, part, weight, first_row=j * rank, **self.where))
+            low = self.add(ops.Linear(low, part, weight, first_row=j * rank, **self.where))
             if joined is not None:
                 out = self.value(f"{blk}.attn_output_a_to_{j}", joined.width + rank)
-                low = self.add(Heads(out, joined, 1, 0, low, **self.where))
+                low = self.add(ops.Heads(out, joined, 1, 0, low, **self.where))
             joined = low
         assert joined is not None
         return self.linear(joined, f"{blk}.attn_output_b", config.n_embd, f"{blk}.attn_out")
 
-    def _blocks(self, blk: str, size: int, rope: Rope, h: Value) -> Value:
+    def _blocks(self, blk: str, size: int, rope: ops.Rope, h: Value) -> Value:
         """Add a key per block of tokens, at the block's last token: a mean, rotated like the first token."""
         dim, name = self.config.head_dim, f"{blk}.attn_compressor"
         overlaps = self.weights.shape(f"{name}_kv") == (h.width, 2 * dim)
         width = 2 * dim if overlaps else dim
         x, scores = self.linear(h, f"{name}_kv", width), self.linear(h, f"{name}_gate", width)
         bias = self.weights.numbers(f"{name}_ape", size * width)
-        pooled = PoolBlocks(self.value(f"{blk}.attn_blocks", dim), x, scores, bias, size, **self.where)
+        pooled = ops.PoolBlocks(self.value(f"{blk}.attn_blocks", dim), x, scores, bias, size, **self.where)
         normed = self.norm(self.add(pooled), f"{name}_norm")
         return self._turned(normed, 1, replace(rope, every=size))
 
-    def _turned(self, x: Value, n_head: int, rope: Rope, name: str | None = None) -> Value:
+    def _turned(self, x: Value, n_head: int, rope: ops.Rope, name: str | None = None) -> Value:
         """Add the rotation of the last channels of heads."""
         dim = self.config.head_dim
         out = self.value(name or f"{x.name}_rope", x.width)
-        return self.add(Rotate(out, x, n_head, dim, rope, dim - rope.n_rot, **self.where))
+        return self.add(ops.Rotate(out, x, n_head, dim, rope, dim - rope.n_rot, **self.where))
 
     def ffn(self, i: int, layer: LayerConfig, given: Value, x: Value, predictor: Predictor | None) -> Value:
         """Add the FFN of layer i and the sum with the stream x; `given` is the layer's input."""
@@ -489,7 +460,7 @@ class _Decoder(GraphBuilder):
         threshold = 0.0 if predictor is None else predictor.thresholds[i]
         out = self.add(self._ffn_op(i, layer, entering, norm, scores, threshold, n_always))
         if share is not None:
-            out = self.add(Multiply(self.value(f"{blk}.ffn_shared", out.width), out, share, **self.where))
+            out = self.add(ops.Multiply(self.value(f"{blk}.ffn_shared", out.width), out, share, **self.where))
         return self._after_ffn(blk, layer, x, out)
 
     def _after_ffn(self, blk: str, layer: LayerConfig, x: Value, out: Value) -> Value:
@@ -504,7 +475,7 @@ class _Decoder(GraphBuilder):
         """Add the layer's embedding of the token to the stream x after layer i."""
         self.enter(i, "other")
         more = gated_embedding(self, i, x, embedded)
-        return self.add(Add(self.value(f"blk.{i}.out_embd", x.width), x, more, **self.where))
+        return self.add(ops.Add(self.value(f"blk.{i}.out_embd", x.width), x, more, **self.where))
 
     def output(
         self,
@@ -522,10 +493,10 @@ class _Decoder(GraphBuilder):
         if not config.causal:
             x = x if config.output_norm is None else self.norm(x, config.output_norm, "output_norm")
             self.weights.leave("output")
-            self.add(SelectOutputs(self.value("result", config.n_embd), x))
+            self.add(ops.SelectOutputs(self.value("result", config.n_embd), x))
             return
         assert config.output_norm is not None
-        x = self.add(SelectOutputs(self.value("output_inp", x.width), x))
+        x = self.add(ops.SelectOutputs(self.value("output_inp", x.width), x))
         x = x if streams is None else streams.joined(x)
         if not isinstance(streams, GatedResidual):  # its streams are already normed
             x = self.norm(x, norm or config.output_norm, "output_norm")
@@ -535,13 +506,13 @@ class _Decoder(GraphBuilder):
         x = self.linear(x, matrix, config.n_vocab, "logits_raw" if is_raw else "logits")
         if config.logit_softcap:
             x = self.scaled(x, config.logit_scale, "logits_scaled")
-            self.add(SoftCap(self.value("logits", config.n_vocab), x, config.logit_softcap))
+            self.add(ops.SoftCap(self.value("logits", config.n_vocab), x, config.logit_softcap))
         else:
             self.scaled(x, config.logit_scale, "logits")
 
     # ---- pieces of attention
 
-    def _key_bias(self, i: int, layer: LayerConfig) -> KeyBias | None:
+    def _key_bias(self, i: int, layer: LayerConfig) -> ops.KeyBias | None:
         """Return the bias of the keys that layer i attends to, or None if a norm changes it."""
         if layer.source is not None:
             return self._key_bias(layer.source, self.config.layers[layer.source])
@@ -551,14 +522,14 @@ class _Decoder(GraphBuilder):
         before = self.config.n_head * dim
         for tensor, first in ((f"blk.{i}.attn_k.bias", 0), (f"blk.{i}.attn_qkv.bias", before)):
             if tensor in self.weights.tensors:
-                return KeyBias(tensor, first, layer.rope)
+                return ops.KeyBias(tensor, first, layer.rope)
         return None
 
     def _gated_query(self, both: Value, blk: str) -> tuple[Value, Value]:
         """Return the queries, and the gates before their sigmoid."""
         n, dim, dim_v = self.config.n_head, self.config.head_dim, self.config.head_dim_v
-        q = self.add(Heads(self.value(f"{blk}.attn_q", n * dim), both, n, **self.where))
-        gate = self.add(Heads(self.value(f"{blk}.attn_gate", n * dim_v), both, n, dim, **self.where))
+        q = self.add(ops.Heads(self.value(f"{blk}.attn_q", n * dim), both, n, **self.where))
+        gate = self.add(ops.Heads(self.value(f"{blk}.attn_gate", n * dim_v), both, n, dim, **self.where))
         return q, gate
 
     def _head_sizes(self, layer: LayerConfig) -> tuple[int, int, int]:
@@ -606,8 +577,8 @@ class _Decoder(GraphBuilder):
         if self.config.query_gain is None:
             return q
         beta, length = self.config.query_gain
-        gain = self.add(PositionGain(self.value(f"{blk}.attn_q_gain", 1), beta, length, **self.where))
-        return self.add(Multiply(self.value(f"{blk}.attn_q_tempered", q.width), q, gain, **self.where))
+        gain = self.add(ops.PositionGain(self.value(f"{blk}.attn_q_gain", 1), beta, length, **self.where))
+        return self.add(ops.Multiply(self.value(f"{blk}.attn_q_tempered", q.width), q, gain, **self.where))
 
     def _rotated(self, x: Value, n_head: int, layer: LayerConfig) -> Value:
         """Add the rotation of q or k, and the head norm before or after it, if the model has one."""
@@ -616,7 +587,9 @@ class _Decoder(GraphBuilder):
         if layer.qk_norm and not layer.qk_norm_last:
             x = self._head_norm(x, name, n_head, layer.qk_norm)
         if rope is not None:
-            x = self.add(Rotate(self.value(f"{name}_rope", x.width), x, n_head, head_dim, rope, **self.where))
+            x = self.add(
+                ops.Rotate(self.value(f"{name}_rope", x.width), x, n_head, head_dim, rope, **self.where)
+            )
         if layer.qk_norm and layer.qk_norm_last:
             x = self._head_norm(x, name, n_head, layer.qk_norm)
         return x
@@ -626,9 +599,9 @@ class _Decoder(GraphBuilder):
         out = self.value(f"{name}_norm", x.width)
         if self.config.norm == "layer":
             own = self.weights.matrix(f"{name}_norm", x.width // parts, parts)
-            return self.add(LayerNorm(out, x, own, None, self.config.norm_eps, parts, **self.where))
+            return self.add(ops.LayerNorm(out, x, own, None, self.config.norm_eps, parts, **self.where))
         weight = self.weights.vector(f"{name}_norm", x.width // parts)
-        return self.add(RMSNorm(out, x, weight, self.config.norm_eps, parts, **self.where))
+        return self.add(ops.RMSNorm(out, x, weight, self.config.norm_eps, parts, **self.where))
 
     def _latent_heads(
         self, x: Value, blk: str, layer: LayerConfig, latent: Latent
@@ -649,22 +622,22 @@ class _Decoder(GraphBuilder):
         q = self._tempered(q, blk)
         if rope is not None:
             out = self.value(f"{blk}.attn_q_rope", width)
-            q = self.add(Rotate(out, q, n_head, config.head_dim, rope, n_own, **self.where))
+            q = self.add(ops.Rotate(out, q, n_head, config.head_dim, rope, n_own, **self.where))
             out = self.value(f"{blk}.attn_k_shared_rope", latent.n_rot)
-            shared = self.add(Rotate(out, shared, 1, latent.n_rot, rope, **self.where))
+            shared = self.add(ops.Rotate(out, shared, 1, latent.n_rot, rope, **self.where))
         vector = self.norm(vector, f"{blk}.attn_kv_a_norm", eps=eps)
 
         out_k, out_v = self.value(f"{blk}.attn_k", width), self.value(f"{blk}.attn_v", width_v)
         if f"{blk}.attn_kv_b.weight" in self.weights.tensors:  # of each head: its key, then its value
             both = self.linear(vector, f"{blk}.attn_kv_b", n_head * (n_own + config.head_dim_v))
-            v = self.add(Heads(out_v, both, n_head, n_own, **self.where))
+            v = self.add(ops.Heads(out_v, both, n_head, n_own, **self.where))
         else:
             weight = self.weights.heads(f"{blk}.attn_k_b", n_own, latent.rank, n_head)
             both = self.value(f"{blk}.attn_k_own", n_head * n_own)
-            self.add(TransposedHeads(both, vector, weight, n_head, **self.where))
+            self.add(ops.TransposedHeads(both, vector, weight, n_head, **self.where))
             weight = self.weights.heads(f"{blk}.attn_v_b", latent.rank, config.head_dim_v, n_head)
-            v = self.add(Linear(out_v, vector, weight, **self.where))
-        return q, self.add(Heads(out_k, both, n_head, 0, shared, **self.where)), v
+            v = self.add(ops.Linear(out_v, vector, weight, **self.where))
+        return q, self.add(ops.Heads(out_k, both, n_head, 0, shared, **self.where)), v
 
     # ---- experts
 
@@ -693,22 +666,24 @@ class _Decoder(GraphBuilder):
             shared = self.add(self._shared_ffn(blk, layer, experts, shared_input))
             if experts.gated_share:
                 weight = self.weights.row(f"{blk}.ffn_gate_inp_shexp", d)
-                share = self.add(Linear(self.value(f"{blk}.ffn_share", 1), h, weight, **self.where))
-                act = Activate(self.value(f"{blk}.ffn_share_act", 1), share, "sigmoid", **self.where)
+                share = self.add(ops.Linear(self.value(f"{blk}.ffn_share", 1), h, weight, **self.where))
+                act = ops.Activate(self.value(f"{blk}.ffn_share_act", 1), share, "sigmoid", **self.where)
                 factor = self.add(act)
-                shared = self.add(Multiply(self.value(f"{blk}.ffn_shared", d), shared, factor, **self.where))
+                shared = self.add(
+                    ops.Multiply(self.value(f"{blk}.ffn_shared", d), shared, factor, **self.where)
+                )
             if experts.with_ffn:
                 out = self.norm(out, f"{blk}.post_ffw_norm_2")
                 shared = self.norm(shared, f"{blk}.post_ffw_norm_1")
-            out = self.add(Add(self.value(f"{blk}.ffn_sum", d), out, shared, **self.where))
+            out = self.add(ops.Add(self.value(f"{blk}.ffn_sum", d), out, shared, **self.where))
         return self._after_ffn(blk, layer, x, out)
 
     def _routed_input(self, blk: str, x: Value) -> Value:
         """Return the router's input from the stream x, in layers that also have an FFN."""
         d, name = x.width, f"{blk}.ffn_routed"
-        unit = self.add(UnitNorm(self.value(f"{name}_norm", d), x, self.config.norm_eps, 1, **self.where))
+        unit = self.add(ops.UnitNorm(self.value(f"{name}_norm", d), x, self.config.norm_eps, 1, **self.where))
         scale = self.weights.bare(f"{blk}.ffn_gate_inp.scale", d)
-        return self.add(Scale(self.value(name, d), unit, d**-0.5, scale, **self.where))
+        return self.add(ops.Scale(self.value(name, d), unit, d**-0.5, scale, **self.where))
 
     def _expert_ffn(
         self,
@@ -718,13 +693,13 @@ class _Decoder(GraphBuilder):
         h: Value,
         scores: Value,
         threshold: float | None,
-    ) -> Ffn:
+    ) -> ops.Ffn:
         """Return the experts' FFN. threshold: of their predictors' scores; None: no predictors."""
         blk = f"blk.{i}"
         bias = self.weights.bias(f"{blk}.exp_probs_b", experts.n)
         if bias is None and f"{blk}.exp_probs_b" in self.weights.tensors:  # hy_v3's name
             bias = self.weights.bare(f"{blk}.exp_probs_b", experts.n)
-        route = Route(
+        route = ops.Route(
             self.value(f"{blk}.ffn_route", 2 * experts.n_used), scores, experts.n_used, experts.scoring,
             bias, experts.normalised, experts.scale, experts.n_groups, experts.n_groups_used,
             experts.group_best,
@@ -737,12 +712,12 @@ class _Decoder(GraphBuilder):
         n, d, width = layer.n_ff, h.width, experts.n_used * layer.n_ff
         wanted = None if threshold is None else self._expert_scores(i, experts, h, route, n)
 
-        def product(name: str, tensor: str, n_rows: int, first_row: int = 0) -> ExpertLinear:
+        def product(name: str, tensor: str, n_rows: int, first_row: int = 0) -> ops.ExpertLinear:
             weights, bias = self.weights.experts(f"{blk}.{tensor}", d, n_rows, experts.n)
             out = self.value(f"{blk}.{name}", width)
-            return ExpertLinear(out, h, route.out, weights, experts.n, bias, first_row, **self.where)
+            return ops.ExpertLinear(out, h, route.out, weights, experts.n, bias, first_row, **self.where)
 
-        gate: ExpertLinear | None = None
+        gate: ops.ExpertLinear | None = None
         if not layer.gated:
             up = product("ffn_up", "ffn_up", n)
         elif f"{blk}.ffn_gate_up_exps.weight" in self.weights.tensors:  # the rows of the gate come first
@@ -754,18 +729,20 @@ class _Decoder(GraphBuilder):
         gate_threshold, multiply, neurons = self._gate_threshold(
             blk, self.layer_thresholds[i], gate_act, multiply
         )
-        select: Select = route
+        select: ops.Select = route
         if wanted is not None and threshold is not None:
             masked = self.value(f"{blk}.ffn_masked", width)
-            select = MaskedRoute(route, Mask(masked, neurons, wanted, threshold, **self.where))
+            select = ops.MaskedRoute(route, ops.Mask(masked, neurons, wanted, threshold, **self.where))
             neurons = masked
         neuron_major = self.weights.shape(f"{blk}.ffn_down_exps") == (d, n, experts.n) and n != d
         rows = (d, n) if neuron_major else (n, d)
         weights, bias = self.weights.experts(f"{blk}.ffn_down", *rows, experts.n, n_bias=d)
         out = self.value(f"{blk}.ffn_down", d)
         copy = None if neuron_major else self.weights.input_major(f"{blk}.ffn_down_exps", n)
-        down = ExpertSum(out, neurons, route.out, weights, experts.n, bias, neuron_major, copy, **self.where)
-        return Ffn(
+        down = ops.ExpertSum(
+            out, neurons, route.out, weights, experts.n, bias, neuron_major, copy, **self.where
+        )
+        return ops.Ffn(
             out,
             h,
             None,
@@ -780,7 +757,7 @@ class _Decoder(GraphBuilder):
             **self.where,
         )
 
-    def _expert_scores(self, i: int, experts: Experts, h: Value, route: Route, n: int) -> Value:
+    def _expert_scores(self, i: int, experts: Experts, h: Value, route: ops.Route, n: int) -> Value:
         """Add the scores of the chosen experts' predictors, side by side; n: neurons of an expert."""
         blk, d = f"blk.{i}", self.config.n_embd
         self.enter(i, "predictor")
@@ -788,22 +765,22 @@ class _Decoder(GraphBuilder):
         rank = self.weights.n_rows(f"{blk}.fc1_exps", -2)
         weights, _ = self.weights.experts(f"{blk}.fc1", d, rank, experts.n)
         hidden = self.value(f"{blk}.ffn_pred_h", experts.n_used * rank)
-        self.add(ExpertLinear(hidden, h, route.out, weights, experts.n, **self.where))
+        self.add(ops.ExpertLinear(hidden, h, route.out, weights, experts.n, **self.where))
         fired = self.value(f"{blk}.ffn_pred_h_act", hidden.width)
-        self.add(Activate(fired, hidden, "relu", **self.where))
+        self.add(ops.Activate(fired, hidden, "relu", **self.where))
         weights, _ = self.weights.experts(f"{blk}.fc2", rank, n, experts.n)
         out = self.value(f"{blk}.ffn_pred", experts.n_used * n)
-        self.add(ExpertLinear(out, fired, route.out, weights, experts.n, of_parts=True, **self.where))
+        self.add(ops.ExpertLinear(out, fired, route.out, weights, experts.n, of_parts=True, **self.where))
         self.enter(i, "ffn")
         return out
 
-    def _shared_ffn(self, blk: str, layer: LayerConfig, experts: Experts, h: Value) -> Ffn:
+    def _shared_ffn(self, blk: str, layer: LayerConfig, experts: Experts, h: Value) -> ops.Ffn:
         n, own = experts.n_ff_shared, "" if experts.with_ffn else "_shexp"
 
-        def linear(x: Value, name: str, width: int) -> Linear:
+        def linear(x: Value, name: str, width: int) -> ops.Linear:
             return self.linear_op(x, f"{blk}.{name}{own}", width, f"{blk}.{name}_shexp")
 
-        gate: Linear | None = None
+        gate: ops.Linear | None = None
         if not layer.gated:
             up = linear(h, "ffn_up", n)
         elif self._has_both(f"{blk}.ffn_gate{own}", f"{blk}.ffn_up{own}", n):
@@ -814,8 +791,8 @@ class _Decoder(GraphBuilder):
         gate_act, up_act, product = self._activated(blk, layer, gate, up, "_shexp")
         neurons = gate_act.out if product is None else product.out
         down = linear(neurons, "ffn_down", self.config.n_embd)
-        return Ffn(
-            down.out, h, None, gate, up, gate_act, up_act, product, All(), down, shared=True, **self.where
+        return ops.Ffn(
+            down.out, h, None, gate, up, gate_act, up_act, product, ops.All(), down, shared=True, **self.where
         )  # fmt: skip
 
     # ---- pieces of the FFN
@@ -825,11 +802,11 @@ class _Decoder(GraphBuilder):
         i: int,
         layer: LayerConfig,
         x: Value,
-        norm: RMSNorm | LayerNorm | None,
+        norm: ops.RMSNorm | ops.LayerNorm | None,
         scores: Value | None,
         threshold: float,
         n_always: int,
-    ) -> Ffn:
+    ) -> ops.Ffn:
         blk, n = f"blk.{i}", layer.n_ff
         h, layer_thresholds = x if norm is None else norm.out, self.layer_thresholds[i]
         in_threshold = self._threshold_op(h, layer_thresholds, "ffn_in", f"{blk}.ffn_norm_thresholded")
@@ -839,22 +816,22 @@ class _Decoder(GraphBuilder):
         if layer.activation.top_k is not None:
             if gate is None or scores is not None:
                 raise UnsupportedModelError("a Gaussian top-k is of the gates of all neurons")
-            top_k = GaussianTopK(
+            top_k = ops.GaussianTopK(
                 self.value(f"{blk}.ffn_gate_top_k", n), gate.out, layer.activation.top_k, **self.where
             )
             gate_act = replace(gate_act, x=top_k.out)
         gate_threshold, product, neurons = self._gate_threshold(blk, layer_thresholds, gate_act, product)
-        select: Select = All()
+        select: ops.Select = ops.All()
         if scores is not None:
             masked = self.value(f"{blk}.ffn_masked", n)
-            select = Mask(masked, neurons, scores, threshold, n_always, **self.where)
+            select = ops.Mask(masked, neurons, scores, threshold, n_always, **self.where)
             neurons = masked
         down_threshold = self._threshold_op(neurons, layer_thresholds, "down_in", f"{blk}.ffn_thresholded")
         neurons = neurons if down_threshold is None else down_threshold.out
         sub_norm = self.norm_op(neurons, f"{blk}.ffn_sub_norm") if layer.sub_norms else None
-        assert not isinstance(sub_norm, LayerNorm)  # a layer norm would not keep zeros
+        assert not isinstance(sub_norm, ops.LayerNorm)  # a layer norm would not keep zeros
         down = self._down(blk, layer, neurons if sub_norm is None else sub_norm.out)
-        return Ffn(
+        return ops.Ffn(
             down.out, x, norm, gate, up, gate_act, up_act, product, select, down,
             in_threshold=in_threshold, gate_threshold=gate_threshold, down_threshold=down_threshold,
             top_k=top_k, sub_norm=sub_norm, **self.where,
@@ -864,10 +841,10 @@ class _Decoder(GraphBuilder):
         self,
         blk: str,
         layer: LayerConfig,
-        gate: Linear | ExpertLinear | None,
-        up: Linear | ExpertLinear,
+        gate: ops.Linear | ops.ExpertLinear | None,
+        up: ops.Linear | ops.ExpertLinear,
         suffix: str = "",
-    ) -> tuple[Activate, Activate | None, Multiply | None]:
+    ) -> tuple[ops.Activate, ops.Activate | None, ops.Multiply | None]:
         """Return the gate's activation (or up's, without a gate), up's activation, and their product."""
         name = f"{blk}.ffn_act{suffix}"
         if gate is None:
@@ -878,11 +855,15 @@ class _Decoder(GraphBuilder):
             up_act = self._activation(out, up.out, layer.activation.up, layer)
             factor = up_act.out
         out = self.value(name, up.out.width)
-        return gate_act, up_act, Multiply(out, gate_act.out, factor, **self.where)
+        return gate_act, up_act, ops.Multiply(out, gate_act.out, factor, **self.where)
 
     def _gate_threshold(
-        self, blk: str, layer_thresholds: LayerThresholds, gate_act: Activate, product: Multiply | None
-    ) -> tuple[Threshold | None, Multiply | None, Value]:
+        self,
+        blk: str,
+        layer_thresholds: LayerThresholds,
+        gate_act: ops.Activate,
+        product: ops.Multiply | None,
+    ) -> tuple[ops.Threshold | None, ops.Multiply | None, Value]:
         """Return the threshold of activated gates, the product with the result, and the neurons."""
         threshold = self._threshold_op(gate_act.out, layer_thresholds, "gate", f"{blk}.ffn_gate_thresholded")
         fires = gate_act.out if threshold is None else threshold.out
@@ -890,7 +871,7 @@ class _Decoder(GraphBuilder):
             return threshold, None, fires
         return threshold, replace(product, a=fires), product.out
 
-    def _gate_and_up(self, blk: str, layer: LayerConfig, h: Value) -> tuple[Linear | None, Linear]:
+    def _gate_and_up(self, blk: str, layer: LayerConfig, h: Value) -> tuple[ops.Linear | None, ops.Linear]:
         """Return the products of gate and up, from two matrices or one that holds both; or up only."""
         n, gate, up = layer.n_ff, f"{blk}.ffn_gate", f"{blk}.{layer.ffn_tensors[0]}"
         if not layer.gated:
@@ -906,7 +887,7 @@ class _Decoder(GraphBuilder):
         alone = f"{gate}.weight" in self.weights.tensors
         return not alone and both is not None and both.shape[-1] == 2 * n
 
-    def _down(self, blk: str, layer: LayerConfig, neurons: Value) -> Linear | TransposedLinear:
+    def _down(self, blk: str, layer: LayerConfig, neurons: Value) -> ops.Linear | ops.TransposedLinear:
         """Return the down projection in the file's layout, preferably neuron-major."""
         d, weights, down = self.config.n_embd, self.weights, f"{blk}.{layer.ffn_tensors[1]}"
         out, transposed = self.value(f"{blk}.ffn_down", d), f"{down}_t"
@@ -914,44 +895,44 @@ class _Decoder(GraphBuilder):
         bias = weights.bias(transposed if has_own_bias else down, d)
         if f"{transposed}.weight" in weights.tensors:
             matrix = weights.matrix(transposed, d, neurons.width)
-            return TransposedLinear(out, neurons, matrix, bias, **self.where)
+            return ops.TransposedLinear(out, neurons, matrix, bias, **self.where)
         if f"{transposed}.codes" in weights.tensors:
             codes, scales = weights.planes(transposed, d, neurons.width)
-            return TransposedLinear(out, neurons, codes, bias, scales, **self.where)
+            return ops.TransposedLinear(out, neurons, codes, bias, scales, **self.where)
         matrix = weights.matrix(down, neurons.width, d)
         input_major = weights.input_major(down, neurons.width)
-        return Linear(out, neurons, matrix, bias, input_major=input_major, **self.where)
+        return ops.Linear(out, neurons, matrix, bias, input_major=input_major, **self.where)
 
     def _low_rank_scores(
-        self, blk: str, x: Value, first: str, second: str, kind: ActivationKind | None, n: int
+        self, blk: str, x: Value, first: str, second: str, kind: ops.ActivationKind | None, n: int
     ) -> Value:
         rank = self.weights.n_rows(f"{blk}.{first}")
         hidden = self.linear(x, f"{blk}.{first}", rank, f"{blk}.ffn_pred_h")
         if kind is not None:
             out = self.value(f"{blk}.ffn_pred_h_act", rank)
-            hidden = self.add(Activate(out, hidden, kind, **self.where))
+            hidden = self.add(ops.Activate(out, hidden, kind, **self.where))
         out, bias = self.value(f"{blk}.ffn_pred", n), self.weights.bias(f"{blk}.always", n)
         matrix = self.weights.matrix(f"{blk}.{second}", rank, n)
-        return self.add(Linear(out, hidden, matrix, bias, **self.where))
+        return self.add(ops.Linear(out, hidden, matrix, bias, **self.where))
 
-    def _activate(self, x: Value, layer: LayerConfig, name: str | None = None) -> Activate:
+    def _activate(self, x: Value, layer: LayerConfig, name: str | None = None) -> ops.Activate:
         """Return the activation of gates, which decides whether and how strongly neurons fire."""
         out = self.value(name or f"{x.name}_act", x.width)
         return self._activation(out, x, layer.activation.gate, layer)
 
-    def _activation(self, out: Value, x: Value, kind: ActivationKind, layer: LayerConfig) -> Activate:
+    def _activation(self, out: Value, x: Value, kind: ops.ActivationKind, layer: LayerConfig) -> ops.Activate:
         has_threshold = kind in ("fatrelu", "clamped_silu", "clamped_plus_one", "capped_silu", "clamp")
         threshold = layer.activation.threshold if has_threshold else 0.0
-        return Activate(out, x, kind, threshold, layer.activation.xielu, **self.where)
+        return ops.Activate(out, x, kind, threshold, layer.activation.xielu, **self.where)
 
     # ---- small things
 
     def _threshold_op(
         self, x: Value, layer_thresholds: LayerThresholds, of: ThresholdName, name: str
-    ) -> Threshold | None:
+    ) -> ops.Threshold | None:
         """Return the operation of a threshold; None if it is 0."""
         threshold = getattr(layer_thresholds, of)
-        return Threshold(self.value(name, x.width), x, threshold, of, **self.where) if threshold else None
+        return ops.Threshold(self.value(name, x.width), x, threshold, of, **self.where) if threshold else None
 
     def _thresholded(self, x: Value, layer: int, of: ThresholdName) -> Value:
         op = self._threshold_op(x, self.layer_thresholds[layer], of, f"{x.name}_thresholded")

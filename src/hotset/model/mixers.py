@@ -54,7 +54,7 @@ class StateSpaceMixer:
     """The state space of Mamba-2 instead of attention: see operations.SelectiveScan.
 
     kernel: of the convolution before it; dim_k: width of B and C, dim_v: channels of a head. normed: the
-    heads' results pass a norm. beside: the layer has attention, too.
+    heads' results pass a norm. with_attention: the layer has attention, too.
     """
 
     kernel: int
@@ -63,7 +63,7 @@ class StateSpaceMixer:
     dim_k: int
     dim_v: int
     normed: bool = True
-    beside: bool = False
+    with_attention: bool = False
 
     @property
     def of_values(self) -> int:
@@ -151,9 +151,9 @@ def _channel_deltas(keys: Keys, n_layer: int) -> tuple[DeltaMixer | None, ...]:
     return tuple(None if n else mixer for n in heads)
 
 
-def _state_space(gguf: GGUFFile, keys: Keys, *, beside: bool) -> StateSpaceMixer:
-    normed = not beside or "blk.0.ssm_norm.weight" in gguf.tensors
-    return StateSpaceMixer(*_state_heads(keys), normed, beside)
+def _state_space(gguf: GGUFFile, keys: Keys, *, with_attention: bool) -> StateSpaceMixer:
+    normed = not with_attention or "blk.0.ssm_norm.weight" in gguf.tensors
+    return StateSpaceMixer(*_state_heads(keys), normed, with_attention)
 
 
 def _channel_mixer(gguf: GGUFFile, keys: Keys, layer: int) -> ChannelMixer:
@@ -197,8 +197,8 @@ def mixers_of(
     if architecture.by_channel:
         heads = keys.per_layer("attention.head_count_kv", n_layer, 0, 1 << 14, 0)
         return tuple(None if n else _channel_mixer(gguf, keys, i) for i, n in enumerate(heads))
-    if architecture.beside or not architecture.attends:
-        return (_state_space(gguf, keys, beside=architecture.beside),) * n_layer
+    if architecture.with_attention or not architecture.attends:
+        return (_state_space(gguf, keys, with_attention=architecture.with_attention),) * n_layer
     if architecture.delta_net == "channels":
         return _channel_deltas(keys, n_layer)
     if architecture.delta_net is not None:
@@ -210,7 +210,7 @@ def mixers_of(
         return (None,) * n_layer
     heads = keys.per_layer("attention.head_count_kv", n_layer, 0, 1 << 14, 1)
     if architecture.state_space:
-        space = _state_space(gguf, keys, beside=False) if 0 in heads else None
+        space = _state_space(gguf, keys, with_attention=False) if 0 in heads else None
         return tuple(None if n else space for n in heads)
     conv = ConvMixer(keys.integer("shortconv.l_cache", 2, MAX_CONV_KERNEL)) if 0 in heads else None
     return tuple(None if n else conv for n in heads)

@@ -392,7 +392,7 @@ class KeyBias:
 
 @dataclass(frozen=True)
 class Attention(Operation):
-    """Attention over the paged cache of its layer; stores k and v of the batch first.
+    """Attention over the KV cache of its layer; stores k and v of the batch first.
 
     q: [n_head, head_dim]; k: [n_head_kv, head_dim]; v: [n_head_kv, head_dim_v]; out: [n_head, head_dim_v].
     Scores are `scale` times q · k; `softcap` > 0 makes them softcap * tanh(score / softcap).

@@ -4,27 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hotset.model import operations as ops
 from hotset.model.builder import GraphBuilder
 from hotset.model.mixers import ChannelMixer, ConvMixer, DeltaMixer, RwkvMixer, StateSpaceMixer
-from hotset.model.operations import (
-    Activate,
-    Add,
-    ChannelScan,
-    DeltaNet,
-    HeadDot,
-    Heads,
-    LayerNorm,
-    Linear,
-    Multiply,
-    RMSNorm,
-    Scale,
-    SelectiveScan,
-    ShortConv,
-    SoftCap,
-    UnitNorm,
-    Value,
-    Wkv,
-)
+from hotset.model.operations import Value
 
 
 def convolved(model: GraphBuilder, blk: str, mixer: ConvMixer, h: Value) -> Value:
@@ -33,10 +16,10 @@ def convolved(model: GraphBuilder, blk: str, mixer: ConvMixer, h: Value) -> Valu
     names = f"{blk}.conv_b", f"{blk}.conv_c", f"{blk}.conv_x"
     parts = model.rows_of(f"{blk}.shortconv.in_proj", h, dict.fromkeys(names, d))
     b, c, x = (model.add(op) for op in parts)
-    x = model.add(Multiply(model.value(f"{blk}.conv_in", d), b, x, **model.where))
+    x = model.add(ops.Multiply(model.value(f"{blk}.conv_in", d), b, x, **model.where))
     weight = model.weights.matrix(f"{blk}.shortconv.conv", mixer.kernel, d)
-    conv = model.add(ShortConv(model.value(f"{blk}.conv", d), x, weight, mixer.kernel, **model.where))
-    gated = model.add(Multiply(model.value(f"{blk}.conv_gated", d), c, conv, **model.where))
+    conv = model.add(ops.ShortConv(model.value(f"{blk}.conv", d), x, weight, mixer.kernel, **model.where))
+    gated = model.add(ops.Multiply(model.value(f"{blk}.conv_gated", d), c, conv, **model.where))
     return model.linear(gated, f"{blk}.shortconv.out_proj", d, f"{blk}.conv_out")
 
 
@@ -48,20 +31,22 @@ def delta_net(model: GraphBuilder, blk: str, mixer: DeltaMixer, h: Value) -> Val
     if f"{blk}.ssm_ba.weight" in model.weights.tensors:  # for each key head: beta, then alpha
         both = model.linear(h, f"{blk}.ssm_ba", 2 * n, f"{blk}.delta_ba")
         beta, alpha = (
-            model.add(Heads(model.value(f"{blk}.{name}", n), both, mixer.n_head_k, first, **model.where))
+            model.add(ops.Heads(model.value(f"{blk}.{name}", n), both, mixer.n_head_k, first, **model.where))
             for name, first in (("delta_beta", 0), ("delta_alpha", n // mixer.n_head_k))
         )
     else:
         beta = model.linear(h, f"{blk}.ssm_beta", n, f"{blk}.delta_beta")
         alpha = model.linear(h, f"{blk}.ssm_alpha", n, f"{blk}.delta_alpha")
     weight = model.weights.matrix(f"{blk}.ssm_conv1d", mixer.kernel, width)
-    conv = model.add(ShortConv(model.value(f"{blk}.conv", width), qkv, weight, mixer.kernel, **model.where))
+    conv = model.add(
+        ops.ShortConv(model.value(f"{blk}.conv", width), qkv, weight, mixer.kernel, **model.where)
+    )
     act = model.activated(conv, "silu")
     step = model.weights.bias(f"{blk}.ssm_dt", n, required=True)
     assert step is not None
     rate = model.weights.bare(f"{blk}.ssm_a", n)
     delta = model.add(
-        DeltaNet(
+        ops.DeltaNet(
             model.value(f"{blk}.delta", of_values), act, alpha, beta, rate, step, n, mixer.n_head_k,
             mixer.dim_k, mixer.dim_v, mixer.tiled, **model.where,
         )
@@ -76,10 +61,10 @@ def channel_deltas(model: GraphBuilder, blk: str, mixer: DeltaMixer, h: Value) -
         x = model.linear(h, f"{blk}.attn_{part}", width)
         weight = model.weights.numbers(f"{blk}.ssm_conv1d_{part}", mixer.kernel * width)
         out = model.value(f"{blk}.conv_{part}", width)
-        x = model.activated(model.add(ShortConv(out, x, weight, mixer.kernel, **model.where)), "silu")
+        x = model.activated(model.add(ops.ShortConv(out, x, weight, mixer.kernel, **model.where)), "silu")
         if joined is not None:
             out = model.value(f"{blk}.conv_{part}_act_joined", joined.width + width)
-            x = model.add(Heads(out, joined, 1, 0, x, **model.where))
+            x = model.add(ops.Heads(out, joined, 1, 0, x, **model.where))
         joined = x
     assert joined is not None
     alpha, gate = (
@@ -91,7 +76,7 @@ def channel_deltas(model: GraphBuilder, blk: str, mixer: DeltaMixer, h: Value) -
     assert step is not None
     rate = model.weights.bare(f"{blk}.ssm_a", n)
     delta = model.add(
-        DeltaNet(
+        ops.DeltaNet(
             model.value(f"{blk}.delta", width), joined, alpha, beta, rate, step, n, n, mixer.dim_k,
             mixer.dim_v, tiled=False, **model.where,
         )
@@ -105,9 +90,11 @@ def _read_state(
     """Add the norm of the heads' results, the gates, and the product with the matrix `tensor`."""
     norm = model.weights.vector(f"{blk}.ssm_norm", mixer.dim_v)
     out, eps = model.value(f"{blk}.delta_norm", delta.width), model.config.norm_eps
-    normed = model.add(RMSNorm(out, delta, norm, eps, mixer.n_head, **model.where))
+    normed = model.add(ops.RMSNorm(out, delta, norm, eps, mixer.n_head, **model.where))
     gate = model.activated(gate, mixer.gate)
-    gated = model.add(Multiply(model.value(f"{blk}.delta_gated", delta.width), normed, gate, **model.where))
+    gated = model.add(
+        ops.Multiply(model.value(f"{blk}.delta_gated", delta.width), normed, gate, **model.where)
+    )
     return model.linear(gated, f"{blk}.{tensor}", model.config.n_embd, f"{blk}.delta_out")
 
 
@@ -118,23 +105,23 @@ def state_space(model: GraphBuilder, blk: str, mixer: StateSpaceMixer, h: Value)
     z, xbc, dt = (model.add(op) for op in model.rows_of(f"{blk}.ssm_in", h, widths))
     weight = model.weights.matrix(f"{blk}.ssm_conv1d", mixer.kernel, width)
     bias, out = model.weights.bias(f"{blk}.ssm_conv1d", width), model.value(f"{blk}.conv", width)
-    conv = model.add(ShortConv(out, xbc, weight, mixer.kernel, bias, **model.where))
-    act = model.add(Activate(model.value(f"{blk}.conv_act", width), conv, "silu", **model.where))
+    conv = model.add(ops.ShortConv(out, xbc, weight, mixer.kernel, bias, **model.where))
+    act = model.add(ops.Activate(model.value(f"{blk}.conv_act", width), conv, "silu", **model.where))
     step = model.weights.bias(f"{blk}.ssm_dt", n, required=True)
     assert step is not None
     rate, skip = (model.weights.bare(f"{blk}.{name}", n) for name in ("ssm_a", "ssm_d"))
-    scan = SelectiveScan(
+    scan = ops.SelectiveScan(
         model.value(f"{blk}.ssm", of_values), act, dt, rate, step, skip, n, mixer.n_group, mixer.dim_k,
         mixer.dim_v, **model.where,
     )  # fmt: skip
     y = model.add(scan)
-    gate = model.add(Activate(model.value(f"{blk}.ssm_z_act", of_values), z, "silu", **model.where))
-    y = model.add(Multiply(model.value(f"{blk}.ssm_gated", of_values), y, gate, **model.where))
+    gate = model.add(ops.Activate(model.value(f"{blk}.ssm_z_act", of_values), z, "silu", **model.where))
+    y = model.add(ops.Multiply(model.value(f"{blk}.ssm_gated", of_values), y, gate, **model.where))
     if mixer.normed:
         norm = model.weights.matrix(f"{blk}.ssm_norm", of_values // mixer.n_group, mixer.n_group)
         out, eps = model.value(f"{blk}.ssm_unit", of_values), model.config.norm_eps
-        y = model.add(UnitNorm(out, y, eps, mixer.n_group, **model.where))
-        y = model.add(Scale(model.value(f"{blk}.ssm_norm", of_values), y, 1.0, norm, **model.where))
+        y = model.add(ops.UnitNorm(out, y, eps, mixer.n_group, **model.where))
+        y = model.add(ops.Scale(model.value(f"{blk}.ssm_norm", of_values), y, 1.0, norm, **model.where))
     return model.linear(y, f"{blk}.ssm_out", model.config.n_embd)
 
 
@@ -145,7 +132,7 @@ def channel_space(model: GraphBuilder, blk: str, mixer: ChannelMixer, h: Value) 
     x, z = (model.add(op) for op in model.rows_of(f"{blk}.ssm_in", h, both))
     weight = model.weights.matrix(f"{blk}.ssm_conv1d", mixer.kernel, n)
     bias, out = model.weights.bias(f"{blk}.ssm_conv1d", n), model.value(f"{blk}.conv", n)
-    x = model.activated(model.add(ShortConv(out, x, weight, mixer.kernel, bias, **model.where)), "silu")
+    x = model.activated(model.add(ops.ShortConv(out, x, weight, mixer.kernel, bias, **model.where)), "silu")
     widths = {f"{blk}.ssm_dt_in": mixer.rank, f"{blk}.ssm_b": mixer.dim_k, f"{blk}.ssm_c": mixer.dim_k}
     parts = [model.add(op) for op in model.rows_of(f"{blk}.ssm_x", x, widths)]
     if mixer.norms is not None:
@@ -154,9 +141,9 @@ def channel_space(model: GraphBuilder, blk: str, mixer: ChannelMixer, h: Value) 
     dt, b, c = parts
     dt = model.activated(model.linear(dt, f"{blk}.ssm_dt", n, f"{blk}.ssm_dt_out"), "softplus")
     rate, skip = model.weights.plain(f"{blk}.ssm_a", mixer.dim_k, n), model.weights.bare(f"{blk}.ssm_d", n)
-    y = model.add(ChannelScan(model.value(f"{blk}.ssm", n), x, dt, b, c, rate, skip, **model.where))
+    y = model.add(ops.ChannelScan(model.value(f"{blk}.ssm", n), x, dt, b, c, rate, skip, **model.where))
     gate = model.activated(z, "silu")
-    y = model.add(Multiply(model.value(f"{blk}.ssm_gated", n), y, gate, **model.where))
+    y = model.add(ops.Multiply(model.value(f"{blk}.ssm_gated", n), y, gate, **model.where))
     return model.linear(y, f"{blk}.ssm_out", model.config.n_embd)
 
 
@@ -164,7 +151,7 @@ def _small_norm(model: GraphBuilder, x: Value, name: str, mixer: ChannelMixer) -
     if mixer.norms == "weights":
         return model.norm(x, name)
     eps = model.config.norm_eps if mixer.plain_eps is None else mixer.plain_eps
-    return model.add(UnitNorm(model.value(name, x.width), x, eps, 1, **model.where))
+    return model.add(ops.UnitNorm(model.value(name, x.width), x, eps, 1, **model.where))
 
 
 class TimeMix:
@@ -200,7 +187,7 @@ class TimeMix:
         for j, name in enumerate("wkvrg"):
             own = model.channels(z, j * n, n, f"{blk}.time_mix_z{name}")
             share = model.value(f"{blk}.time_mix_share_{name}", d)
-            model.add(Linear(share, own, matrices, lerps, j * d, **model.where))
+            model.add(ops.Linear(share, own, matrices, lerps, j * d, **model.where))
             share = self._multiplied(self._more, share, f"time_mix_more_{name}")
             x[name] = self._added(self._h, share, f"time_mix_x{name}")
         r, k, v, gate = (
@@ -213,7 +200,7 @@ class TimeMix:
         y = self._wkv(r, w, k, v)
         first = model.weights.numbers(f"{blk}.time_mix_first", d)
         out = model.value(f"{blk}.time_mix_bonus", d)
-        bonus = model.add(HeadDot(out, v, r, k, first, self._mixer.n_head, **model.where))
+        bonus = model.add(ops.HeadDot(out, v, r, k, first, self._mixer.n_head, **model.where))
         return self._normed(self._added(y, bonus, "time_mix_read")), model.activated(gate, "silu")
 
     def _seventh(self) -> tuple[Value, Value | None]:
@@ -243,7 +230,7 @@ class TimeMix:
         y = self._wkv(r, w, k, v, removed, self._multiplied(kk, a, "time_mix_kka"))
         weight = model.weights.numbers(f"{blk}.time_mix_r_k", d)
         out = model.value(f"{blk}.time_mix_bonus", d)
-        bonus = model.add(HeadDot(out, v, r, k, weight, mixer.n_head, **model.where))
+        bonus = model.add(ops.HeadDot(out, v, r, k, weight, mixer.n_head, **model.where))
         y = self._added(self._normed(y), bonus, "time_mix_sum")
         if not mixer.rank_gate:
             return y, None
@@ -269,20 +256,20 @@ class TimeMix:
         self, r: Value, w: Value, k: Value, v: Value, a: Value | None = None, b: Value | None = None
     ) -> Value:
         model, out = self._model, self._model.value(f"{self._blk}.time_mix_wkv", v.width)
-        return model.add(Wkv(out, r, w, k, v, a, b, self._mixer.n_head, **model.where))
+        return model.add(ops.Wkv(out, r, w, k, v, a, b, self._mixer.n_head, **model.where))
 
     def _normed(self, y: Value) -> Value:
         """Add a layer norm per head."""
         model, name = self._model, f"{self._blk}.time_mix_ln"
         weight, bias = model.weights.vector(name, y.width), model.weights.bias(name, y.width, required=True)
         out = model.value(name, y.width)
-        return model.add(LayerNorm(out, y, weight, bias, self.EPS, self._mixer.n_head, **model.where))
+        return model.add(ops.LayerNorm(out, y, weight, bias, self.EPS, self._mixer.n_head, **model.where))
 
     def _unit(self, x: Value) -> Value:
         """Add heads scaled to length 1."""
         model, dim = self._model, self._mixer.dim
         out = model.value(f"{x.name}_unit", x.width)
-        unit = model.add(UnitNorm(out, x, 1e-24 / dim, self._mixer.n_head, **model.where))
+        unit = model.add(ops.UnitNorm(out, x, 1e-24 / dim, self._mixer.n_head, **model.where))
         return model.scaled(unit, dim**-0.5, f"{x.name}_length_1")
 
     def _linear(self, x: Value, tensor: str, width: int, bias: str | None = None) -> Value:
@@ -296,22 +283,22 @@ class TimeMix:
     def _times(self, x: Value, tensor: str, name: str) -> Value:
         model, weight = self._model, self._model.weights.numbers(f"{self._blk}.{tensor}", x.width)
         out = model.value(f"{self._blk}.{name}", x.width)
-        return model.add(Scale(out, x, 1.0, weight, **model.where))
+        return model.add(ops.Scale(out, x, 1.0, weight, **model.where))
 
     def _scaled(self, x: Value, factor: float, name: str) -> Value:
         return self._model.scaled(x, factor, f"{self._blk}.{name}")
 
     def _tanh(self, x: Value) -> Value:
         model = self._model
-        return model.add(SoftCap(model.value(f"{x.name}_act", x.width), x, 1.0, **model.where))
+        return model.add(ops.SoftCap(model.value(f"{x.name}_act", x.width), x, 1.0, **model.where))
 
     def _multiplied(self, a: Value, b: Value, name: str) -> Value:
         model = self._model
-        return model.add(Multiply(model.value(f"{self._blk}.{name}", a.width), a, b, **model.where))
+        return model.add(ops.Multiply(model.value(f"{self._blk}.{name}", a.width), a, b, **model.where))
 
     def _added(self, a: Value, b: Value, name: str) -> Value:
         model = self._model
-        return model.add(Add(model.value(f"{self._blk}.{name}", a.width), a, b, **model.where))
+        return model.add(ops.Add(model.value(f"{self._blk}.{name}", a.width), a, b, **model.where))
 
 
 def channel_mix(model: GraphBuilder, blk: str, mixer: RwkvMixer, h: Value) -> tuple[Value, Value | None]:

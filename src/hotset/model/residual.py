@@ -4,43 +4,25 @@ from __future__ import annotations
 
 import math
 
+from hotset.model import operations as ops
 from hotset.model.builder import GraphBuilder
 from hotset.model.config import AltUp, GatedStreams, Hyper, Ngrams
-from hotset.model.operations import (
-    Activate,
-    Add,
-    AddStreams,
-    Embed,
-    Heads,
-    HyperConnection,
-    Linear,
-    MatchMagnitude,
-    Multiply,
-    NgramEmbed,
-    Part,
-    RMSNorm,
-    Scale,
-    ShortConv,
-    SimilarityGate,
-    SoftCap,
-    UnitNorm,
-    Value,
-)
+from hotset.model.operations import Value
 
 
 def layer_embeddings(model: GraphBuilder, x: Value, n_embd_layer: int) -> Value:
     """Add the per-layer embeddings, side by side: from the token, and from its embedding x."""
     width = n_embd_layer * model.config.n_layer
     rows = model.weights.matrix("per_layer_token_embd", width, model.config.n_vocab)
-    own = model.add(Embed(model.value("per_layer_token_embd", width), rows))
+    own = model.add(ops.Embed(model.value("per_layer_token_embd", width), rows))
     own = model.scaled(own, math.sqrt(n_embd_layer), "per_layer_token_embd_scaled")
     made = model.scaled(model.linear(x, "per_layer_model_proj", width), x.width**-0.5, "per_layer_scaled")
     norm, out = (
         model.weights.vector("per_layer_proj_norm", n_embd_layer),
         model.value("per_layer_norm", width),
     )
-    made = model.add(RMSNorm(out, made, norm, model.config.norm_eps, model.config.n_layer))
-    both = model.add(Add(model.value("per_layer_sum", width), made, own))
+    made = model.add(ops.RMSNorm(out, made, norm, model.config.norm_eps, model.config.n_layer))
+    both = model.add(ops.Add(model.value("per_layer_sum", width), made, own))
     return model.scaled(both, math.sqrt(0.5), "per_layer_inp")
 
 
@@ -49,10 +31,10 @@ def gated_embedding(model: GraphBuilder, i: int, x: Value, embedded: Value) -> V
     blk, width = f"blk.{i}", embedded.width // model.config.n_layer
     gate = model.linear(x, f"{blk}.inp_gate", width)
     act, kind = model.value(f"{blk}.inp_gate_act", width), model.config.layers[i].activation.gate
-    gate = model.add(Activate(act, gate, kind, **model.where))
+    gate = model.add(ops.Activate(act, gate, kind, **model.where))
     out = model.value(f"{blk}.inp_gated", width)
     part = model.channels(embedded, i * width, width, f"{blk}.inp_embd")
-    gated = model.add(Multiply(out, gate, part, **model.where))
+    gated = model.add(ops.Multiply(out, gate, part, **model.where))
     return model.norm(model.linear(gated, f"{blk}.proj", x.width), f"{blk}.post_norm")
 
 
@@ -70,10 +52,10 @@ class AltUpResidual:
         d, n_others = x.width, facts.n_streams - 1
         self._embedded = layer_embeddings(model, x, facts.n_embd_layer)
         others = model.value("altup_others", n_others * d)
-        model.add(Linear(others, x, model.weights.heads("altup_proj", d, d, n_others)))
+        model.add(ops.Linear(others, x, model.weights.heads("altup_proj", d, d, n_others)))
         sized = model.value("altup_sized", n_others * d)
-        model.add(MatchMagnitude(sized, others, x, self.LEAST))
-        self.x = model.add(Heads(model.value("streams", self._n * d), x, 1, 0, sized))
+        model.add(ops.MatchMagnitude(sized, others, x, self.LEAST))
+        self.x = model.add(ops.Heads(model.value("streams", self._n * d), x, 1, 0, sized))
         self._predictions = self.x
 
     def predicted(self, i: int) -> Value:
@@ -85,7 +67,7 @@ class AltUpResidual:
             self._routed(first, blk, "altup_predict"), f"{blk}.altup_predict_coef", self._n**2
         )
         out = model.value(f"{blk}.altup_predicted", self.x.width)
-        added = AddStreams(out, self.x, self.x, weights, self._n, **model.where)
+        added = ops.AddStreams(out, self.x, self.x, weights, self._n, **model.where)
         self._predictions = model.add(added)
         return self._stream(self._predictions, 0, f"{blk}.inp")
 
@@ -97,16 +79,18 @@ class AltUpResidual:
         taken = model.scaled(
             self._stream(self._predictions, 0, f"{blk}.altup_guess"), -1.0, f"{blk}.altup_taken"
         )
-        off = model.add(Add(model.value(f"{blk}.altup_off", d), y, taken, **model.where))
+        off = model.add(ops.Add(model.value(f"{blk}.altup_off", d), y, taken, **model.where))
         out = model.value(f"{blk}.altup_corrected", self.x.width)
-        corrected = model.add(AddStreams(out, self._predictions, off, weights, self._n, 1.0, **model.where))
+        corrected = model.add(
+            ops.AddStreams(out, self._predictions, off, weights, self._n, 1.0, **model.where)
+        )
 
         first = self._stream(corrected, 0, f"{blk}.altup_first")
         scale = model.weights.vector(f"{blk}.altup_correct_scale", d)
-        first = model.add(Scale(model.value(f"{blk}.altup_scaled", d), first, 1.0, scale, **model.where))
+        first = model.add(ops.Scale(model.value(f"{blk}.altup_scaled", d), first, 1.0, scale, **model.where))
         more = gated_embedding(model, i, first, self._embedded)
         out = model.value(f"{blk}.streams", self.x.width)
-        self.x = model.add(AddStreams(out, corrected, more, None, self._n, 1.0, 1, **model.where))
+        self.x = model.add(ops.AddStreams(out, corrected, more, None, self._n, 1.0, 1, **model.where))
 
     def joined(self, x: Value) -> Value:
         """Return the mean of rows x; streams after the first are projected and scaled to its magnitude."""
@@ -115,10 +99,10 @@ class AltUpResidual:
         total = first = self._stream(x, 0, "output_stream_0")
         for j in range(1, self._n):
             stream, out = self._stream(x, j, f"output_stream_{j}"), model.value(f"output_unembd_{j}", d)
-            stream = model.add(Linear(out, stream, matrices, first_row=(j - 1) * d))
+            stream = model.add(ops.Linear(out, stream, matrices, first_row=(j - 1) * d))
             out = model.value(f"output_sized_{j}", d)
-            stream = model.add(MatchMagnitude(out, stream, first, self.LEAST))
-            total = model.add(Add(model.value(f"output_sum_{j}", d), total, stream))
+            stream = model.add(ops.MatchMagnitude(out, stream, first, self.LEAST))
+            total = model.add(ops.Add(model.value(f"output_sum_{j}", d), total, stream))
         return model.scaled(total, 1 / self._n, "output_mean")
 
     def _routed(self, x: Value, blk: str, name: str) -> Value:
@@ -127,7 +111,7 @@ class AltUpResidual:
         h = model.norm(x, f"{blk}.altup_router_norm", f"{out}_norm")
         h = model.scaled(h, 1 / x.width, f"{out}_scaled")
         h = model.linear(h, f"{blk}.altup_router", self._n, out)
-        return model.add(SoftCap(model.value(f"{out}_tanh", self._n), h, 1.0, **model.where))
+        return model.add(ops.SoftCap(model.value(f"{out}_tanh", self._n), h, 1.0, **model.where))
 
     def _stream(self, x: Value, j: int, name: str) -> Value:
         d = self._model.config.n_embd
@@ -142,10 +126,10 @@ class HyperResidual:
 
     def __init__(self, model: GraphBuilder, facts: Hyper, x: Value) -> None:
         self._model, self._facts, self._part, n = model, facts, "", facts.n_streams
-        self.x = model.add(AddStreams(model.value("streams", n * x.width), None, x, None, n, 1.0))
+        self.x = model.add(ops.AddStreams(model.value("streams", n * x.width), None, x, None, n, 1.0))
         self._write = self.x
 
-    def read(self, i: int, part: Part) -> Value:
+    def read(self, i: int, part: ops.Part) -> Value:
         """Return the input of a part of layer i."""
         model = self._model
         model.enter(i, part)
@@ -160,9 +144,9 @@ class HyperResidual:
         """Mix the streams, and add the result of the part that has read them."""
         model, n = self._model, self._facts.n_streams
         both = model.value(f"{self._part}_both", y.width + self.x.width)
-        both = model.add(Heads(both, y, 1, 0, self.x, **model.where))
+        both = model.add(ops.Heads(both, y, 1, 0, self.x, **model.where))
         out = model.value(f"{self._part}_streams", self.x.width)
-        self.x = model.add(AddStreams(out, None, both, self._write, n, **model.where))
+        self.x = model.add(ops.AddStreams(out, None, both, self._write, n, **model.where))
 
     def joined(self, x: Value) -> Value:
         """Return the output's input from rows x of the streams."""
@@ -172,18 +156,18 @@ class HyperResidual:
     def _weights(self, x: Value, name: str, width: int) -> Value:
         model, facts = self._model, self._facts
         unit = model.value(f"{name}_unit", x.width)
-        unit = model.add(UnitNorm(unit, x, model.config.norm_eps, 1, **model.where))
+        unit = model.add(ops.UnitNorm(unit, x, model.config.norm_eps, 1, **model.where))
         m = model.linear(unit, f"{name}_fn", width, f"{name}_m")
         scale = model.weights.numbers(f"{name}_scale", 1 if width == facts.n_streams else 3)
         base, out = model.weights.numbers(f"{name}_base", width), model.value(f"{name}_weights", width)
-        op = HyperConnection(
+        op = ops.HyperConnection(
             out, m, scale, base, facts.n_streams, facts.eps, facts.n_iterations, **model.where
         )
         return model.add(op)
 
     def _sum(self, x: Value, weights: Value, name: str) -> Value:
         model, out = self._model, self._model.value(name, self._model.config.n_embd)
-        return model.add(AddStreams(out, None, x, weights, 1, **model.where))
+        return model.add(ops.AddStreams(out, None, x, weights, 1, **model.where))
 
 
 def residual_streams(model: GraphBuilder, x: Value) -> HyperResidual | GatedResidual | None:
@@ -206,10 +190,10 @@ class GatedResidual:
         self.x = x
         for i in range(2, facts.n + 1):
             out = model.value("streams" if i == facts.n else f"streams_{i}", i * x.width)
-            self.x = model.add(Heads(out, self.x, 1, 0, x))
+            self.x = model.add(ops.Heads(out, self.x, 1, 0, x))
         self._weights, self._sum = self.x, ""
 
-    def read(self, i: int, part: Part) -> Value:
+    def read(self, i: int, part: ops.Part) -> Value:
         """Return the input of a part of layer i; it is already normed."""
         model, n = self._model, self._n
         model.enter(i, part)
@@ -225,7 +209,7 @@ class GatedResidual:
     def add(self, y: Value) -> None:
         """Add the result of the part that has read the streams."""
         model, out = self._model, self._model.value(self._sum, self.x.width)
-        self.x = model.add(AddStreams(out, self.x, y, self._weights, self._n, **model.where))
+        self.x = model.add(ops.AddStreams(out, self.x, y, self._weights, self._n, **model.where))
 
     def joined(self, x: Value) -> Value:
         """Return the output's input from rows x of the streams, normed."""
@@ -241,20 +225,20 @@ class GatedResidual:
         table = model.weights.rows("per_layer_token_embd", ngrams.width, n_rows)
         out = model.value(f"{blk}.ple_embd", ngrams.width * len(ngrams.sizes))
         numbers = ngrams.multipliers, ngrams.sizes, ngrams.offsets
-        embedded = model.add(NgramEmbed(out, table, *numbers, ngrams.eos, **model.where))
+        embedded = model.add(ops.NgramEmbed(out, table, *numbers, ngrams.eos, **model.where))
         key = model.linear(embedded, f"{blk}.ple_key", x.width)
         value = model.linear(embedded, f"{blk}.ple_value", d)
         key = self._normed(key, f"{blk}.ple_key_normed", f"{blk}.ple_norm_key")
         query = self._normed(x, f"{blk}.ple_query", f"{blk}.ple_norm_query")
         gated = model.value(f"{blk}.ple_gated", x.width)
-        model.add(SimilarityGate(gated, value, key, query, self._n, **model.where))
+        model.add(ops.SimilarityGate(gated, value, key, query, self._n, **model.where))
         conv = self._normed(gated, f"{blk}.ple_conv_in", f"{blk}.ple_norm_conv")
         weight = model.weights.matrix(f"{blk}.ple_conv1d", ngrams.kernel, x.width)
         out, dilation = model.value(f"{blk}.ple_conv", x.width), len(ngrams.multipliers)
-        conv = model.add(ShortConv(out, conv, weight, ngrams.kernel, dilation=dilation, **model.where))
+        conv = model.add(ops.ShortConv(out, conv, weight, ngrams.kernel, dilation=dilation, **model.where))
         conv = model.activated(conv, "silu")
-        more = model.add(Add(model.value(f"{blk}.ple_more", x.width), gated, conv, **model.where))
-        self.x = model.add(Add(model.value(f"{blk}.ple_streams", x.width), x, more, **model.where))
+        more = model.add(ops.Add(model.value(f"{blk}.ple_more", x.width), gated, conv, **model.where))
+        self.x = model.add(ops.Add(model.value(f"{blk}.ple_streams", x.width), x, more, **model.where))
 
     def _gated_mean(self, h: Value, name: str, out: str) -> Value:
         """Return the mean of gated streams. name: prefix of tensors and values; out: name of the mean."""
@@ -262,16 +246,16 @@ class GatedResidual:
         low = model.scaled(model.linear(h, f"{name}_down", self._rank), 1 / n, f"{name}_low")
         gates = model.linear(model.activated(low, "silu"), f"{name}_up", h.width)
         gates = model.activated(gates, "sigmoid")
-        gated = model.add(Multiply(model.value(f"{name}_gated", h.width), gates, h, **model.where))
+        gated = model.add(ops.Multiply(model.value(f"{name}_gated", h.width), gates, h, **model.where))
         first = model.channels(gated, 0, d, f"{name}_first")
         others = model.channels(gated, d, (n - 1) * d, f"{name}_others")
         total = model.value(f"{name}_total", d)
-        total = model.add(AddStreams(total, first, others, None, 1, 1.0, **model.where))
+        total = model.add(ops.AddStreams(total, first, others, None, 1, 1.0, **model.where))
         return model.scaled(total, 1 / n, out)
 
     def _normed(self, x: Value, name: str, tensor: str | None = None) -> Value:
         """Return the streams, each through its own norm."""
         model = self._model
         weight, out = model.weights.numbers(tensor or name, x.width), model.value(f"{name}_unit", x.width)
-        unit = model.add(UnitNorm(out, x, model.config.norm_eps, self._n, **model.where))
-        return model.add(Scale(model.value(name, x.width), unit, 1.0, weight, **model.where))
+        unit = model.add(ops.UnitNorm(out, x, model.config.norm_eps, self._n, **model.where))
+        return model.add(ops.Scale(model.value(name, x.width), unit, 1.0, weight, **model.where))

@@ -82,10 +82,10 @@ class Group:
 class ExpertCache(ABC):
     """The experts of some MoE layers in about n_slots slots of a device's memory.
 
-    ffns: of one stage; all that share slots have the same n_used. beside: copy in a thread while steps run;
-    False: copy between steps. least: the smallest number of slots per layout. empty: keep layouts without
-    slots, too. most_coming: how many copies may be pending. n_fetched: copied experts; n_streamed: experts of
-    tokens that were copied only for their step.
+    ffns: of one stage; all that share slots have the same n_used. in_thread: copy in a thread while steps
+    run; False: copy between steps. least: the smallest number of slots per layout. empty: keep layouts
+    without slots, too. most_coming: how many copies may be pending. n_fetched: copied experts; n_streamed:
+    experts of tokens that were copied only for their step.
     """
 
     most_coming = 64
@@ -96,7 +96,7 @@ class ExpertCache(ABC):
         tensors: Mapping[str, TensorInfo],
         n_slots: int,
         *,
-        beside: bool,
+        in_thread: bool,
         least: int = 0,
         empty: bool = False,
     ) -> None:
@@ -109,7 +109,7 @@ class ExpertCache(ABC):
                 self.groups.append(_group(len(self.groups), layout, own, max(n, least)))
         self._of_layer = {layer: group for group in self.groups for layer in group.layers}
         self.n_fetched = self.n_streamed = self._n_hits = self._n_on_cpu = 0
-        self._copies = ThreadPoolExecutor(1, "hotset-experts") if beside else None
+        self._copies = ThreadPoolExecutor(1, "hotset-experts") if in_thread else None
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._of_layer

@@ -4,7 +4,7 @@ A budget is a promise: weights, keys and values, workspace and the device's own 
 it. This module counts everything that a backend will hold, from the graph and the tensor table. It reads no
 weights and does not import torch. Python's integers do not overflow at 175 billion parameters.
 
-    facts = model_facts(graph, weights.tensors, kv_type="f16", n_pages=64, max_batch=512)
+    facts = model_facts(graph, tensors, mode="exact", kv_type="f16", n_blocks=64, max_batch=512)
     facts.layers[0].neuron_bytes      bytes of one hot neuron of the first layer
 """
 
@@ -14,25 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES
 from hotset.formats.quants import GGMLType
 from hotset.load_parameters import KVType
+from hotset.model import operations as ops
 from hotset.model.cost import Cost, kv_bytes
 from hotset.model.graph import Graph, thresholded_products
-from hotset.model.operations import (
-    NO_LAYER,
-    Attention,
-    ExpertLinear,
-    ExpertSum,
-    Ffn,
-    Linear,
-    Op,
-    Part,
-    Rotate,
-    TransposedLinear,
-    one_matrix,
-)
+from hotset.model.operations import NO_LAYER, Op, one_matrix
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
@@ -173,10 +162,10 @@ def model_facts(
     *,
     mode: FFNMode,
     kv_type: KVType,
-    n_pages: int,
+    n_blocks: int,
     max_batch: int,
 ) -> ModelFacts:
-    """Count the bytes of a model. n_pages: KV blocks of the cache. max_batch: most tokens of a step."""
+    """Count the bytes of a model. n_blocks: KV blocks of the cache. max_batch: most tokens of a step."""
     parts: dict[int, list[Op]] = {}
     for op in graph.ops:
         parts.setdefault(op.layer, []).append(op)
@@ -185,13 +174,13 @@ def model_facts(
         input_major[op.layer] += channel_bytes(op, tensors)
     experts = Cost(graph, tensors).expert_bytes
     layers = tuple(
-        _layer_facts(parts[i], tensors, mode, kv_type, n_pages, experts[i]).with_fixed(input_major[i])
+        _layer_facts(parts[i], tensors, mode, kv_type, n_blocks, experts[i]).with_fixed(input_major[i])
         for i in range(graph.n_layer)
     )
     return ModelFacts(
         layers,
         sum(op_bytes(op, tensors) for op in parts[NO_LAYER]),
-        workspace_bytes(graph, n_pages, max_batch),
+        workspace_bytes(graph, n_blocks, max_batch),
         # A device holds two parts at a time (backends/triton/stream.py).
         2
         * min(STREAM_BYTES, max(layer.n_split * layer.neuron_bytes + layer.shared_bytes for layer in layers)),
@@ -203,7 +192,7 @@ def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
 
     For a fused tensor, only the operation's own rows count. Embeddings are looked up on the host.
     """
-    if isinstance(op, Ffn):
+    if isinstance(op, ops.Ffn):
         return sum(op_bytes(part, tensors) for part in op.primitives)
     n_bytes = 0
     for weight in op.weights_read:
@@ -213,12 +202,12 @@ def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
             n_bytes += _rounded(own)
         elif weight.kind == "vector":
             n_bytes += _rounded(info.n_elements * own // info.nbytes * FLOAT_BYTES)
-    if isinstance(op, TransposedLinear) and op.scales is not None:
+    if isinstance(op, ops.TransposedLinear) and op.scales is not None:
         n_bytes += op.x.width * INDEX_BYTES
     return n_bytes
 
 
-def channel_bytes(op: Linear, tensors: Mapping[str, TensorInfo]) -> int:
+def channel_bytes(op: ops.Linear, tensors: Mapping[str, TensorInfo]) -> int:
     """Return the additional bytes of a matrix that a device holds input-major (backends/triton/matrix.py).
 
     They are an int32 per input. For Q4_K, scale and minimum of 32 weights take two bytes, and one and a half
@@ -228,49 +217,49 @@ def channel_bytes(op: Linear, tensors: Mapping[str, TensorInfo]) -> int:
     return _rounded(4 * op.x.width) + _rounded(op.x.width * op.out.width // 64 if is_k else 0)
 
 
-def workspace_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
+def workspace_bytes(graph: Graph, n_blocks: int, max_batch: int) -> int:
     """Return the bytes of a step's intermediates, the inputs of its batch, and some of its logits.
 
     At most the values of one attention or one FFN are alive together, plus a few of the residual's width.
     """
     d = graph.ops[0].out.width
-    parts: dict[tuple[int, Part], int] = {}
+    parts: dict[tuple[int, ops.Part], int] = {}
     for op in graph.primitives:
         if op.layer != NO_LAYER:
-            key: tuple[int, Part] = op.layer, "ffn" if op.part == "predictor" else op.part
+            key: tuple[int, ops.Part] = op.layer, "ffn" if op.part == "predictor" else op.part
             parts[key] = parts.get(key, 0) + op.out.width
     answered = max((ffn.route.n_used * d for ffn in graph.ffns if ffn.route is not None), default=0)
-    values = max_batch * (max(parts.values()) + answered + 6 * d + n_pages + 4)
+    values = max_batch * (max(parts.values()) + answered + 6 * d + n_blocks + 4)
     values += min(max_batch, OUTPUT_ROWS) * graph.result.width
-    n_ropes = len({op.rope for op in graph.primitives if isinstance(op, Rotate)})
-    tables = n_ropes * 2 * n_pages * PAGE_SIZE  # tables of rotation angles
+    n_ropes = len({op.rope for op in graph.primitives if isinstance(op, ops.Rotate)})
+    tables = n_ropes * 2 * n_blocks * BLOCK_SIZE  # tables of rotation angles
     return FLOAT_BYTES * (values + tables) + (1 << 20)
 
 
 def _layer_facts(
-    ops: list[Op],
+    operations: list[Op],
     tensors: Mapping[str, TensorInfo],
     mode: FFNMode,
     kv_type: KVType,
-    n_pages: int,
+    n_blocks: int,
     expert_bytes: int,
 ) -> LayerFacts:
-    attention = next(op for op in ops if isinstance(op, Attention))
-    ffn = next(op for op in ops if isinstance(op, Ffn))
-    per_token, n_tokens = kv_bytes(attention, kv_type), n_pages * PAGE_SIZE
+    attention = next(op for op in operations if isinstance(op, ops.Attention))
+    ffn = next(op for op in operations if isinstance(op, ops.Ffn))
+    per_token, n_tokens = kv_bytes(attention, kv_type), n_blocks * BLOCK_SIZE
     kv, kv_read = n_tokens * per_token, int(attention.n_visible(n_tokens // 2 - 1)) * per_token
-    if ffn.route is not None and isinstance(ffn.up, ExpertLinear):  # its experts stay on the host
-        parts = [op for op in (*ops, *ffn.primitives) if op is not ffn]
-        others = [op for op in parts if not isinstance(op, ExpertLinear | ExpertSum)]
+    if ffn.route is not None and isinstance(ffn.up, ops.ExpertLinear):  # its experts stay on the host
+        parts = [op for op in (*operations, *ffn.primitives) if op is not ffn]
+        others = [op for op in parts if not isinstance(op, ops.ExpertLinear | ops.ExpertSum)]
         return LayerFacts(
             ffn.n_ff, 0, sum(op_bytes(op, tensors) for op in others), 0, 0, kv, kv_read, 0, 0,
             expert_bytes=expert_bytes, n_experts=ffn.up.n_expert, n_used=ffn.up.n_used,
         )  # fmt: skip
     down = ffn.down
-    if not isinstance(down, TransposedLinear) or not ffn.can_be_split:
-        fixed = sum(op_bytes(op, tensors) for op in ops)
+    if not isinstance(down, ops.TransposedLinear) or not ffn.can_be_split:
+        fixed = sum(op_bytes(op, tensors) for op in operations)
         return LayerFacts(ffn.n_ff, 0, fixed, 0, 0, kv, kv_read, 0, 0)
-    fixed = sum(op_bytes(op, tensors) for op in ops if op is not ffn)
+    fixed = sum(op_bytes(op, tensors) for op in operations if op is not ffn)
     fixed += 0 if ffn.norm is None else op_bytes(ffn.norm, tensors)
     shared = -(-ffn.n_ff // 32) * WORD_BYTES + (tensors[down.scales].nbytes if down.scales else 0)
     fixed += _vector(down.bias, down.out.width)
@@ -279,9 +268,9 @@ def _layer_facts(
     return LayerFacts(ffn.n_ff, ffn.n_ff, fixed, neuron, shared, kv, kv_read, always, fired)
 
 
-def neuron_reads(ffn: Ffn, tensors: Mapping[str, TensorInfo], mode: FFNMode) -> tuple[int, int]:
+def neuron_reads(ffn: ops.Ffn, tensors: Mapping[str, TensorInfo], mode: FFNMode) -> tuple[int, int]:
     """Return a neuron's bytes in an FFN that can be split: those always read, and those read if it fires."""
-    assert isinstance(ffn.down, TransposedLinear)
+    assert isinstance(ffn.down, ops.TransposedLinear)
     first_row = _row(ffn.decides, tensors)
     second_row = 0 if ffn.gate is None else _row(one_matrix(ffn.up), tensors)
     rows = first_row + second_row + tensors[ffn.down.weight].row_bytes
@@ -291,7 +280,7 @@ def neuron_reads(ffn: Ffn, tensors: Mapping[str, TensorInfo], mode: FFNMode) -> 
     return always, rows - always
 
 
-def _row(op: Linear, tensors: Mapping[str, TensorInfo]) -> int:
+def _row(op: ops.Linear, tensors: Mapping[str, TensorInfo]) -> int:
     """Return the bytes of a neuron's row and its bias."""
     return tensors[op.weight].row_bytes + (FLOAT_BYTES if op.bias else 0)
 

@@ -1,6 +1,6 @@
 """Construction of the backend for a Placement: a stage for each run of layers on one processor.
 
-    backend = open_placed(placement, weights, graph, BackendOptions(n_pages=64, ...))
+    backend = open_placed(placement, weights, graph, BackendOptions(n_blocks=64, ...))
 
 Layers may be placed in any order; solver.py explains why the solver puts the CPU's layers first.
 """

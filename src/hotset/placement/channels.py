@@ -1,9 +1,10 @@
 """The choice of matrices to read input-major: those whose kept channels take less time than all rows.
 
 The file of thresholds has the kept share of a matrix's input (Thresholds.kept). placement/channel_rates.py
-has this machine's rates for sequential rows and for scattered channels. A matrix without a gain stays
-unchanged. On the CPU a matrix with an unknown share gets an input-major copy, and each step reads it by
-channel only if few enough channels are left (csrc/ops/channel_input.h).
+has this machine's rates for sequential rows and for scattered channels, for matrices of each type and shape.
+A matrix without a gain is read whole, and a threshold without a gain in any matrix is not applied
+(`applied`). On the CPU a matrix with an unknown share gets an input-major copy, and each step reads it
+by channel only if few enough channels are left (csrc/ops/channel_input.h).
 
 A device has a matrix once, by row or input-major, and reads it that way in every step. So a matrix with an
 unknown share stays by row there. Gate and up change together: if only the gate were input-major, the needed
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from hotset.formats.channels import TYPES_BY_CHANNEL, can_be_input_major, copy_bytes
 from hotset.formats.channels import can_be_input_major_on_device as on_device
+from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import GGMLType
 from hotset.model.graph import Graph, thresholded_products
-from hotset.model.operations import Ffn, Linear, Threshold, Value, one_matrix
+from hotset.model.operations import ExpertSum, Ffn, Linear, Threshold, TransposedLinear, Value, one_matrix
 from hotset.model.thresholds import ThresholdName
 from hotset.placement.table import CPU
 from hotset.units import human_size
@@ -40,39 +42,57 @@ _LIST_S = 1e-9  # seconds per input to list the nonzero inputs
 _LEAST_GAIN = 0.05  # of a matrix's time: a copy with a smaller gain is not worth its memory
 
 
-@dataclass(frozen=True)
-class Workload:
-    """The matrices for measuring rates: square matrices of one type and width with n_bytes bytes in total.
+class MatrixKind(NamedTuple):
+    """The type, inputs and outputs of a matrix, which decide how fast its channels are read.
 
-    The rate depends on whether a model fits in a cache, on the length of its rows, and on the type, since
-    types differ in the work per code.
+    Channels of a matrix with more outputs are longer, so skipping them saves more time.
     """
 
     type: GGMLType
-    width: int
+    n_in: int
+    n_out: int
+
+    @classmethod
+    def of(cls, info: TensorInfo) -> Self:
+        """Return the kind of a matrix or of each expert's, in whole groups of inputs and outputs.
+
+        A type without a layout is measured as OTHERS.
+        """
+        type = info.type if info.type in TYPES_BY_CHANNEL else OTHERS
+        n_in, n_out = (-(-n // PLANE_GROUP) * PLANE_GROUP for n in info.shape[:2])
+        return cls(type, n_in, n_out)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The matrices for measuring rates: some of one kind, with about n_bytes bytes in total."""
+
+    kind: MatrixKind
     n_bytes: int
+
+    @property
+    def type(self) -> GGMLType:
+        return self.kind.type
+
+    @property
+    def width(self) -> int:
+        """Return the width of the square matrices that a device is measured with: a power of two."""
+        return min(max(_power_of_two(self.kind.n_out), _NARROWEST), _WIDEST)
 
     @classmethod
     def of(cls, graph: Graph, tensors: Mapping[str, TensorInfo]) -> tuple[Workload, ...]:
-        """Return a workload for each type of the matrices whose zero inputs can be skipped.
+        """Return a workload for each kind of the matrices whose zero inputs can be skipped, largest first.
 
-        All have these matrices' median width and total bytes, rounded down to powers of two, so that models
-        share measurements.
+        All have these matrices' total bytes, rounded down to a power of two, so that models share
+        measurements.
         """
         thresholded = {op.weight for op in thresholded_products(graph)}
         ups = {ffn.up_tensor for ffn in graph.ffns if ffn.gate_threshold is not None}
         infos = [tensors[name] for name in sorted(thresholded | ups)]
-        widths = sorted(info.shape[-1] for info in infos if info.name in thresholded) or [_WIDEST]
         n_bytes = sum(info.nbytes for info in infos if info.name in thresholded)
-        width = min(max(_power_of_two(widths[len(widths) // 2]), _NARROWEST), _WIDEST)
         n_bytes = min(max(_power_of_two(n_bytes), _LEAST_BYTES), _MOST_BYTES)
-        types = dict.fromkeys(_measured_as(info.type) for info in infos)
-        return tuple(cls(type, width, n_bytes) for type in types)
-
-
-def _measured_as(type: GGMLType) -> GGMLType:
-    """Return the type whose measured rates the CPU uses for a type."""
-    return type if type in TYPES_BY_CHANNEL else OTHERS
+        kinds = dict.fromkeys(map(MatrixKind.of, infos))
+        return tuple(cls(kind, n_bytes) for kind in sorted(kinds, key=lambda kind: -kind.n_in * kind.n_out))
 
 
 def device_type(type: GGMLType) -> GGMLType:
@@ -93,6 +113,7 @@ class ChannelRates:
 
 
 TypeRates = Mapping[GGMLType, ChannelRates]
+KindRates = Mapping[MatrixKind, ChannelRates]
 
 
 @dataclass(frozen=True)
@@ -121,13 +142,13 @@ class ChannelGain:
 class ChannelPlan:
     """The plan for matrices whose zero inputs can be skipped.
 
-    rates: by type, the rate of channels divided by the rate of rows. whole: up matrices whose rows are all
+    rates: by matrix, the rate of channels divided by the rate of rows. whole: up matrices whose rows are all
     read although gates have thresholds, because skipping does not pay off. on_device: matrices that devices
     hold input-major (with_devices).
     """
 
     gains: tuple[ChannelGain, ...]
-    rates: Mapping[GGMLType, float]
+    rates: Mapping[str, float]
     whole: frozenset[str] = frozenset()
     on_device: frozenset[str] = frozenset()
 
@@ -149,10 +170,21 @@ class ChannelPlan:
         measured = [gain for gain in self.gains if gain.kept is not None]
         return sum(gain.rows_s - gain.kept_s for gain in measured if gain.pays) if measured else None
 
+    @property
+    def n_skipping(self) -> int:
+        """Return the number of matrices in which zeros are skipped."""
+        return sum(gain.pays for gain in self.gains)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a dict for JSON. left_out: bytes per token."""
+        return {
+            "matrices": len(self.gains), "skipping": self.n_skipping, "left_out": self.left_out,
+            "saved_s": self.saved, "told": self.summary(),
+        }  # fmt: skip
+
     def summary(self) -> str:
         """Return a message for display."""
-        n, of = sum(gain.pays for gain in self.gains), len(self.gains)
-        message = f"cutoffs: zeros of {n} of {of} matrices are left out"
+        message = f"thresholds: zeros of {self.n_skipping} of {len(self.gains)} matrices are skipped"
         if self.left_out is None or self.saved is None:
             return message
         total_s = sum(gain.rows_s for gain in self.gains)
@@ -174,25 +206,28 @@ def plan_channels(
     graph: Graph,
     tensors: Mapping[str, TensorInfo],
     thresholds: Thresholds,
-    rates: TypeRates,
+    rates: KindRates,
     layers: Collection[int] | None = None,
+    *,
+    copies: bool = True,
 ) -> ChannelPlan:
     """Plan the CPU's gains of skipping zeros, matrix by matrix. For `up`, skip rows if that takes less time.
 
-    rates: of the types of Workload.of. layers: layers that the CPU computes; None: all. In other layers the
-    CPU computes the experts.
+    rates: of the kinds of Workload.of. layers: layers that the CPU computes; None: all. In other layers the
+    CPU computes the experts. copies: whether there is room for input-major copies.
     """
     threshold_of = thresholds_by_value(graph)
     thresholded_ffns = [ffn for ffn in graph.ffns if ffn.gate_threshold is not None]
     gains: dict[str, ChannelGain] = {}
     for op in thresholded_products(graph):
         info = tensors[op.weight]
-        if not can_be_input_major(info) or (layers is not None and op.layer not in layers):
+        is_another_s = layers is not None and op.layer not in layers
+        if not copies or not can_be_input_major(info) or is_another_s:
             continue
         codes, scales = copy_bytes(info)
         kept = thresholds.kept(op.layer, threshold_of[op.x])
         read = scales + codes * (1.0 if kept is None else kept)
-        gain = _gain(op.weight, kept, False, info.nbytes, read, rates[info.type])
+        gain = _gain(op.weight, kept, False, info.nbytes, read, rates[MatrixKind.of(info)])
         gains[op.weight] = replace(gain, kept_s=gain.kept_s + _LIST_S * op.x.width)
     whole = set()
     for ffn in thresholded_ffns:
@@ -201,7 +236,7 @@ def plan_channels(
         if kept is None or ffn.gate is None or is_another_s:
             continue
         name = ffn.up_tensor
-        own = rates[_measured_as(tensors[name].type)]
+        own = rates[MatrixKind.of(tensors[name])]
         n_bytes = up.matrix_bytes(tensors)  # for MoE layers, of one token's experts
         neuron_major = _gain(name, kept, True, n_bytes, kept * n_bytes, own)
         split_s = _SPLIT * 2 * n_bytes / own.rows
@@ -211,7 +246,8 @@ def plan_channels(
             gains[name] = neuron_major
         if not (gains[name].neuron_major and gains[name].pays):
             whole.add(name)
-    ratios = {type: own.channels / own.rows for type, own in rates.items()}
+    kinds = {name: rates[MatrixKind.of(tensors[name])] for name in gains}
+    ratios = {name: own.channels / own.rows for name, own in kinds.items()}
     return ChannelPlan(tuple(gains.values()), ratios, frozenset(whole))
 
 
@@ -219,6 +255,45 @@ def _gain(
     tensor: str, kept: float | None, neuron_major: bool, n_bytes: int, read: float, rates: ChannelRates
 ) -> ChannelGain:
     return ChannelGain(tensor, kept, neuron_major, n_bytes, read, n_bytes / rates.rows, read / rates.channels)
+
+
+def applied(
+    plan: ChannelPlan,
+    graph: Graph,
+    thresholds: Thresholds,
+    *,
+    stored: bool = False,
+    split: Collection[int] = (),
+) -> Thresholds:
+    """Return the thresholds without those that skip no byte, which would only change the answer.
+
+    A threshold with an unknown share stays, because each step decides. stored: rows come from a store, where
+    skipping rows of up always pays. split: layers whose neurons are shared with a device, which stay as they
+    are.
+    """
+    threshold_of, pays = thresholds_by_value(graph), {gain.tensor: gain for gain in plan.gains if gain.pays}
+    used: set[tuple[int, ThresholdName]] = set()
+    for op in thresholded_products(graph):
+        if op.weight in pays and not pays[op.weight].neuron_major:
+            used.add((op.layer, threshold_of[op.x]))
+    # Both thresholds of neurons save channels of down.
+    used |= {(layer, "gate") for layer, name in used if name == "down_in"}
+    for ffn in graph.ffns:
+        gain = pays.get(ffn.up_tensor)
+        if stored or (gain is not None and gain.neuron_major):
+            used.add((ffn.layer, "gate"))
+        by_neuron = isinstance(ffn.down, ExpertSum) and (ffn.down.neuron_major or ffn.down.input_major)
+        if by_neuron or isinstance(ffn.down, TransposedLinear):
+            used |= {(ffn.layer, "gate"), (ffn.layer, "down_in")}
+    layers = []
+    for i, layer in enumerate(thresholds.layers):
+        idle = [
+            name
+            for name, value in layer.items()
+            if value and (i, name) not in used and i not in split and thresholds.kept(i, name) is not None
+        ]
+        layers.append(replace(layer, **dict.fromkeys(idle, 0.0)))
+    return replace(thresholds, layers=tuple(layers))
 
 
 # -- on devices ----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.stage import BackendOptions
 from hotset.errors import DeviceError, HotsetError, OutOfMemoryError, UnsupportedModelError
@@ -73,7 +73,7 @@ def planned(model: ModelToPlace, devices: Sequence[str | Card]) -> Placement:
     if settings.vram_budget in (None, -1):
         limits = (replace(one, limit=_coarse(one.limit)) for one in facts.devices)
         facts = replace(facts, devices=tuple(limits))
-    placement = _fastest(facts, anew=settings.reset_gpu_index)
+    placement = _fastest(facts, again=settings.reset_gpu_index)
     return _if_faster(placement, facts, settings) if settings.is_auto else placement
 
 
@@ -171,7 +171,7 @@ def run_builtin(model: ModelToPlace, mark: str) -> Profile:
         model.weights,
         describe(config, model.weights.tensors),
         BackendOptions(
-            n_pages=-(-n_tokens // PAGE_SIZE), max_batch=_STEP, n_threads=settings.n_threads, sparse=True
+            n_blocks=-(-n_tokens // BLOCK_SIZE), max_batch=_STEP, n_threads=settings.n_threads, sparse=True
         ),
     )
     try:
@@ -186,19 +186,19 @@ def run_builtin(model: ModelToPlace, mark: str) -> Profile:
 # -- stored solutions ----------------------------------------------------------------------------
 
 
-def _fastest(facts: PlacementFacts, *, anew: bool) -> Placement:
+def _fastest(facts: PlacementFacts, *, again: bool) -> Placement:
     """Return the placement with experts as parts of their layers, or in an expert cache if that is faster."""
     if facts.with_cache is None:
-        return _solved(facts, anew=anew)
+        return _solved(facts, again=again)
     with_cache = replace(facts, model=facts.with_cache, with_cache=None)
     try:
-        placement = _solved(facts, anew=anew)
+        placement = _solved(facts, again=again)
     except OutOfMemoryError:
-        return _solved(with_cache, anew=anew)
+        return _solved(with_cache, again=again)
     if placement.is_whole:
         return placement
     with contextlib.suppress(OutOfMemoryError):
-        other = _solved(with_cache, anew=anew)
+        other = _solved(with_cache, again=again)
         assert placement.predicted is not None
         assert other.predicted is not None
         if other.predicted.total < placement.predicted.total:
@@ -206,17 +206,17 @@ def _fastest(facts: PlacementFacts, *, anew: bool) -> Placement:
     return placement
 
 
-def _solved(facts: PlacementFacts, *, anew: bool) -> Placement:
+def _solved(facts: PlacementFacts, *, again: bool) -> Placement:
     """Return the placement of these facts, from the store's cache if they were solved before.
 
-    `anew` ignores the stored solution.
+    again: ignore the stored solution.
     """
     asked = (facts.model, rates_of(facts), list(facts.devices), facts.n_gpu_layers, facts.split_neurons)
     digest = hashlib.sha256(repr(asked).encode())
     for frequency in facts.frequencies:
         digest.update(np.ascontiguousarray(frequency, np.float64).tobytes())
     path = home() / "cache" / "placements" / f"{digest.hexdigest()[:32]}.npz"
-    if not anew:
+    if not again:
         with contextlib.suppress(OSError, ValueError, KeyError, HotsetError):
             return place(facts, _kept(path, facts))
     placement = place(facts)

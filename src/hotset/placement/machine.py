@@ -29,18 +29,8 @@ from hotset.errors import FormatError, HotsetError
 from hotset.files import read_small_text, write_whole
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
+from hotset.model import operations as ops
 from hotset.model.graph import Graph
-from hotset.model.operations import (
-    Activate,
-    Add,
-    Embed,
-    Ffn,
-    Linear,
-    Mask,
-    Multiply,
-    SelectOutputs,
-    TransposedLinear,
-)
 from hotset.placement.table import DeviceRates
 from hotset.storage.store import home
 
@@ -139,32 +129,32 @@ def _ffn_graph() -> Graph:
     """Build a graph of consecutive FFNs whose neurons a table of scores selects."""
     graph = Graph()
     value, add = graph.value, graph.add
-    x = add(Embed(value("embedding", WIDTH), "x"))
+    x = add(ops.Embed(value("embedding", WIDTH), "x"))
     for i in range(N_LAYER):
         blk = f"blk.{i}"
-        scores = add(Embed(value(f"{blk}.ffn_pred", N_FF), f"{blk}.scores"))
-        gate = Linear(value(f"{blk}.ffn_gate", N_FF), x, f"{blk}.gate")
-        up = Linear(value(f"{blk}.ffn_up", N_FF), x, f"{blk}.up")
-        fired = Activate(value(f"{blk}.ffn_gate_act", N_FF), gate.out, "relu")
-        neurons = Multiply(value(f"{blk}.ffn_act", N_FF), fired.out, up.out)
-        mask = Mask(value(f"{blk}.ffn_masked", N_FF), neurons.out, scores, 0.0)
-        down = TransposedLinear(value(f"{blk}.ffn_down", WIDTH), mask.out, f"{blk}.down")
-        ffn = Ffn(
+        scores = add(ops.Embed(value(f"{blk}.ffn_pred", N_FF), f"{blk}.scores"))
+        gate = ops.Linear(value(f"{blk}.ffn_gate", N_FF), x, f"{blk}.gate")
+        up = ops.Linear(value(f"{blk}.ffn_up", N_FF), x, f"{blk}.up")
+        fired = ops.Activate(value(f"{blk}.ffn_gate_act", N_FF), gate.out, "relu")
+        neurons = ops.Multiply(value(f"{blk}.ffn_act", N_FF), fired.out, up.out)
+        mask = ops.Mask(value(f"{blk}.ffn_masked", N_FF), neurons.out, scores, 0.0)
+        down = ops.TransposedLinear(value(f"{blk}.ffn_down", WIDTH), mask.out, f"{blk}.down")
+        ffn = ops.Ffn(
             down.out, x, None, gate, up, fired, None, neurons, mask, down, layer=i, part="ffn"
         )  # fmt: skip
-        x = add(Add(value(f"{blk}.out", WIDTH), x, add(ffn)))
-    add(SelectOutputs(value("logits", WIDTH), x))
+        x = add(ops.Add(value(f"{blk}.out", WIDTH), x, add(ffn)))
+    add(ops.SelectOutputs(value("logits", WIDTH), x))
     return graph
 
 
 def _products_graph() -> Graph:
     """Build a graph of the products with gates and ups, which read matrices as experts do."""
     graph = Graph()
-    x = graph.add(Embed(graph.value("embedding", WIDTH), "x"))
+    x = graph.add(ops.Embed(graph.value("embedding", WIDTH), "x"))
     for i in range(N_LAYER):
         for part in ("gate", "up"):
-            graph.add(Linear(graph.value(f"blk.{i}.{part}", N_FF), x, f"blk.{i}.{part}"))
-    graph.add(SelectOutputs(graph.value("logits", WIDTH), x))
+            graph.add(ops.Linear(graph.value(f"blk.{i}.{part}", N_FF), x, f"blk.{i}.{part}"))
+    graph.add(ops.SelectOutputs(graph.value("logits", WIDTH), x))
     return graph
 
 
@@ -176,14 +166,14 @@ class CpuLoop:
         self._runtime = new_runtime(n_threads)
         self._backends = {
             sparse: CpuBackend(
-                weights, graph, BackendOptions(n_pages=1, max_batch=1, sparse=sparse), runtime=self._runtime
+                weights, graph, BackendOptions(n_blocks=1, max_batch=1, sparse=sparse), runtime=self._runtime
             )
             for sparse in (False, True)
         }
         zero = np.zeros(1, np.int32)
         self._batch = Batch(zero, zero, zero, zero[None], zero)
         self._many = CpuBackend(
-            weights, _products_graph(), BackendOptions(n_pages=1, max_batch=_MANY), runtime=self._runtime
+            weights, _products_graph(), BackendOptions(n_blocks=1, max_batch=_MANY), runtime=self._runtime
         )
         rows = N_LAYER * N_FF * 3 * row_bytes(TYPE, WIDTH)
         self._bytes = {False: rows, True: _ACTIVE * rows}
@@ -277,15 +267,15 @@ def once(
     progress: Reporter | None = None,
     path: Path | None = None,
     *,
-    anew: bool = False,
+    again: bool = False,
 ) -> T:
     """Return the stored measurement under a key, or measure and store it.
 
     kept: converts the stored entry; it raises if the entry is damaged or from another version. said: the
-    message before measuring. path: the file; None: machine_file(). `anew` ignores the stored entry.
+    message before measuring. path: the file; None: machine_file(). again: ignore the stored entry.
     """
     path = path or machine_file()
-    if not anew:
+    if not again:
         with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):
             return kept(known(path)[key])
     if progress is not None:

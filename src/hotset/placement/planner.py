@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class ModelToPlace:
     """A model to place.
 
-    weights: the file and its sidecars. graph: of a step. mode: of its FFNs. n_pages, n_states: KV blocks and
+    weights: the file and its sidecars. graph: of a step. mode: of its FFNs. n_blocks, n_states: KV blocks and
     state slots of the cache. profile: of this model's neurons. limited: host memory has a budget.
     """
 
@@ -42,7 +42,7 @@ class ModelToPlace:
     graph: Graph
     mode: FFNMode
     settings: LoadSettings
-    n_pages: int
+    n_blocks: int
     n_states: int = 0
     profile: Profile | None = None
     limited: bool = False

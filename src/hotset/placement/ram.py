@@ -71,7 +71,7 @@ class RamPlan(MemoryBudget):
 class HostMemory:
     """The CPU's part of a model, with or without devices, and the memory that it takes.
 
-    graph: the graph of this part. n_pages, n_states: KV blocks and state slots of the cache. A step has at
+    graph: the graph of this part. n_blocks, n_states: KV blocks and state slots of the cache. A step has at
     most STEP tokens unless everything fits, since longer steps need larger buffers. Steps stay long if the
     CPU has no whole layers.
     """
@@ -83,12 +83,12 @@ class HostMemory:
         settings: LoadSettings,
         *,
         sparse: bool,
-        n_pages: int,
+        n_blocks: int,
         n_states: int = 0,
         placement: Placement | None = None,
     ) -> None:
         self._weights, self._whole, self._settings, self._placement = weights, graph, settings, placement
-        self._n_pages, self._n_states = n_pages, n_states
+        self._n_blocks, self._n_states = n_blocks, n_states
         # An encoder computes a text in one step.
         step = max(settings.max_batch, STEP) if graph.is_encoder else STEP
         self.graph, self._use = graph, Use(sparse=sparse, step=step)
@@ -150,7 +150,7 @@ class HostMemory:
         reader = disk.reader()
         empty = self._stored(n_bytes, reader, gap=0, empty=True)
         options = BackendOptions(
-            n_pages=self._n_pages if self._placement is not None else 1, n_states=self._n_states,
+            n_blocks=self._n_blocks if self._placement is not None else 1, n_states=self._n_states,
             max_batch=max_batch, sparse=self._use.sparse, n_threads=self._settings.n_threads,
         )  # fmt: skip
         if self._placement is not None:

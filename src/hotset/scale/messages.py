@@ -112,7 +112,7 @@ class Header:
         return Message(self.step, Batch(**arrays, taps=tuple(self.taps)) if arrays else None, passed)
 
 
-def most_bytes(settings: LoadSettings, n_pages: int, width: int) -> int:
+def most_bytes(settings: LoadSettings, n_blocks: int, width: int) -> int:
     """Return the most bytes of the arrays of a message. width: of its rows."""
     n_sequences = max(settings.max_batch, settings.max_sequences)
-    return 4 * (settings.max_batch * (len(fields(Batch)) + width) + n_sequences * n_pages)
+    return 4 * (settings.max_batch * (len(fields(Batch)) + width) + n_sequences * n_blocks)

@@ -1,7 +1,7 @@
 """The choice of a replica for a request: the one with the beginning of its prompt in its cache.
 
 The router has no tokenizer and needs none. It takes the text of the request as the prompt, in blocks of
-_PAGE characters. A block's key is a hash of it and of all blocks before it.
+_BLOCK characters. A block's key is a hash of it and of all blocks before it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-_PAGE = 64  # characters
-_MOST_PAGES = 2048  # of a prompt
+_BLOCK = 64  # characters
+_MOST_BLOCKS = 2048  # of a prompt
 _MOST_KEYS = 200_000  # in the table: about ten megabytes
 _BRANCHES = 3  # continuations that make a block shared by several conversations
 _PARTS = ("tools", "system", "instructions", "messages", "input", "prompt")  # in the order of a prompt
@@ -29,14 +29,14 @@ def prefix_keys(body: bytes) -> list[str]:
         return []
     text = "".join(json.dumps(given[part]) for part in _PARTS if given.get(part)).rstrip("]}\"'")
     keys, hashed = [], hashlib.blake2b(digest_size=12)
-    for start in range(0, min(len(text), _MOST_PAGES * _PAGE) - _PAGE + 1, _PAGE):
-        hashed.update(text[start : start + _PAGE].encode("utf-8", "replace"))
+    for start in range(0, min(len(text), _MOST_BLOCKS * _BLOCK) - _BLOCK + 1, _BLOCK):
+        hashed.update(text[start : start + _BLOCK].encode("utf-8", "replace"))
         keys.append(hashed.hexdigest())
     return keys
 
 
 @dataclass(slots=True)
-class _Page:
+class _Block:
     """A block of a prompt. replicas: those that have it. following: keys of next blocks, up to _BRANCHES."""
 
     replicas: set[str] = field(default_factory=set)
@@ -52,8 +52,8 @@ class PrefixTable:
 
     def __init__(self, ahead: int = 8) -> None:
         self._ahead = ahead
-        self._pages: OrderedDict[str, _Page] = OrderedDict()
-        self._n_pages: Counter[str] = Counter()
+        self._blocks: OrderedDict[str, _Block] = OrderedDict()
+        self._n_blocks: Counter[str] = Counter()
 
     def order(self, keys: Sequence[str], loads: Mapping[str, int]) -> list[str]:
         """Return the replicas, the best first. loads: the current requests of each."""
@@ -65,35 +65,35 @@ class PrefixTable:
             # A prefix of only one conversation is worth following; all replicas soon have a shared one.
             is_its_own = depths[replica] > shared and loads[replica] <= least + self._ahead
             if is_its_own:
-                return False, -depths[replica], loads[replica], self._n_pages[replica], replica
-            return True, loads[replica], self._n_pages[replica], -depths[replica], replica
+                return False, -depths[replica], loads[replica], self._n_blocks[replica], replica
+            return True, loads[replica], self._n_blocks[replica], -depths[replica], replica
 
         return sorted(loads, key=rank)
 
     def note(self, keys: Sequence[str], replica: str) -> None:
         """Note that the replica was given a prompt."""
         for i, key in enumerate(keys):
-            page = self._pages.setdefault(key, _Page())
-            self._pages.move_to_end(key)
-            if replica not in page.replicas:
-                page.replicas.add(replica)
-                self._n_pages[replica] += 1
-            if i + 1 < len(keys) and len(page.following) < _BRANCHES:
-                page.following.add(keys[i + 1])
-        while len(self._pages) > _MOST_KEYS:
-            _, page = self._pages.popitem(last=False)
-            self._n_pages.subtract(page.replicas)
+            block = self._blocks.setdefault(key, _Block())
+            self._blocks.move_to_end(key)
+            if replica not in block.replicas:
+                block.replicas.add(replica)
+                self._n_blocks[replica] += 1
+            if i + 1 < len(keys) and len(block.following) < _BRANCHES:
+                block.following.add(keys[i + 1])
+        while len(self._blocks) > _MOST_KEYS:
+            _, block = self._blocks.popitem(last=False)
+            self._n_blocks.subtract(block.replicas)
 
     def forget(self, replica: str) -> None:
         """Remove a replica that is gone."""
-        for page in self._pages.values():
-            page.replicas.discard(replica)
-        del self._n_pages[replica]
+        for block in self._blocks.values():
+            block.replicas.discard(replica)
+        del self._n_blocks[replica]
 
     def _depth(self, keys: Sequence[str], replica: str) -> int:
         """Return how many of the first blocks a replica has."""
         for i, key in enumerate(keys):
-            if (page := self._pages.get(key)) is None or replica not in page.replicas:
+            if (block := self._blocks.get(key)) is None or replica not in block.replicas:
                 return i
         return len(keys)
 
@@ -101,8 +101,8 @@ class PrefixTable:
         """Return the number of first blocks that several conversations share."""
         found = 0
         for i, key in enumerate(keys):
-            if (page := self._pages.get(key)) is None:
+            if (block := self._blocks.get(key)) is None:
                 break
-            if len(page.following) >= _BRANCHES:
+            if len(block.following) >= _BRANCHES:
                 found = i + 1
         return found

@@ -84,5 +84,5 @@ def on_machines(
         yield from data.iter_rows()
     except RayError as error:
         raise DeviceError(
-            f"{what} stopped ({clause(str(error).strip().rpartition(chr(10))[2])}); run it again to go on"
+            f"{what} stopped ({clause(str(error).strip().rpartition(chr(10))[2])}); run it again to continue"
         ) from None

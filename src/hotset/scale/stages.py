@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from hotset.api import Model
-from hotset.backends.base import COUNTS, PAGE_SIZE, Batch, StepResult, StepStats, WithoutDevices, cache_slots
+from hotset.backends.base import BLOCK_SIZE, COUNTS, Batch, StepResult, StepStats, WithoutDevices, cache_slots
 from hotset.backends.stage import Span
 from hotset.errors import (
     CacheLostError,
@@ -96,7 +96,7 @@ def load_staged(model: str, settings: LoadSettings, stages: str, address: str | 
         connect(address)
         if not splits:
             n_bytes = decided.gguf.nbytes
-            n_bytes += decided.n_pages * PAGE_SIZE * decided.cost.kv_bytes_per_token(settings.kv_type)
+            n_bytes += decided.n_blocks * BLOCK_SIZE * decided.cost.kv_bytes_per_token(settings.kv_type)
             width = next(op.out.width for op in decided.graph.ops)
             rooms = measured(settings.n_threads, width)
             splits = planned([n_bytes / n_layer] * n_layer, rooms)
@@ -160,7 +160,7 @@ class StagedBackend(WithoutDevices):
 
     def __init__(self, model: str, decided: Decided, splits: Sequence[Split]) -> None:
         settings = decided.settings
-        self.max_batch, self.n_pages = settings.max_batch, decided.n_pages
+        self.max_batch, self.n_blocks = settings.max_batch, decided.n_blocks
         self.n_vocab = decided.graph.result.width
         self.n_threads: int | None = None
         self.runtime = None
@@ -176,7 +176,7 @@ class StagedBackend(WithoutDevices):
             "model": str(model),
             "release": version("hotset"),
             "mark": fingerprint(decided.gguf),
-            "n_pages": decided.n_pages,
+            "n_blocks": decided.n_blocks,
             "counts": self._counts,
         }
         self._steps = itertools.count()
@@ -212,7 +212,7 @@ class StagedBackend(WithoutDevices):
         cannot be.
         """
         self._check_open()
-        cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=self.n_vocab)
+        cache_slots(batch, max_batch=self.max_batch, n_blocks=self.n_blocks, n_vocab=self.n_vocab)
         if unknown := set(batch.taps) - self._values:
             raise InvalidRequestError(f"the model has no value named {min(unknown)!r} to tap")
         began = time.perf_counter()

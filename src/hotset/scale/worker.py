@@ -67,13 +67,13 @@ class StageWorker:
         release: str,
         mark: str,
         span: Span,
-        n_pages: int,
+        n_blocks: int,
         counts: bool,
     ) -> dict[str, Any] | Failed:
         """Open the operations. Return public key, threads and instruction set, or the error that prevents it.
 
         model: a name or path on this machine. release: the required version of hotset. mark: the required
-        `fingerprint` of the model's file. n_pages: KV blocks of the cache. counts: whether neurons are
+        `fingerprint` of the model's file. n_blocks: KV blocks of the cache. counts: whether neurons are
         counted.
         """
         try:
@@ -86,7 +86,7 @@ class StageWorker:
             self._undone.callback(opened.gguf.close)
             if fingerprint(opened.gguf) != mark:
                 raise InvalidRequestError(
-                    f"{opened.gguf.path} is another file than that of the machine that asks; copy that one"
+                    f"{opened.gguf.path} differs from the file of the starting machine; copy that file"
                 )
             decided = plan_model(opened, mapped=True)
             self._undone.callback(decided.weights.close)
@@ -94,7 +94,7 @@ class StageWorker:
                 decided.weights,
                 decided.graph,
                 BackendOptions(
-                    n_pages=n_pages, max_batch=settings.max_batch, kv_type=settings.kv_type,
+                    n_blocks=n_blocks, max_batch=settings.max_batch, kv_type=settings.kv_type,
                     n_threads=settings.n_threads, sparse=decided.is_sparse,
                 ),
                 span=span,
@@ -105,7 +105,7 @@ class StageWorker:
         self._undone.callback(self._stage.close)
         self._counts = counts
         width = self._stage.entering.width if self._stage.entering is not None else 0
-        self._most = most_bytes(settings, n_pages, width)
+        self._most = most_bytes(settings, n_blocks, width)
         self._is_last = span.last == len(decided.graph.ops)
         self._values = frozenset(op.out.name for op in self._stage.graph.primitives)
         return {"key": self._keys[0], "n_threads": self._stage.n_threads, "isa": self._stage.isa}

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.engine.sampler import SamplingParams
 from hotset.report.placement import memory_dict, placement_dict
 from hotset.server.llama_replies import generation_settings
@@ -68,7 +68,7 @@ async def plan(http: Request) -> dict[str, Any]:
     """
     service = await serving(http, http.query_params.get("model"), required=False)
     model = service.model
-    n_pages = model.engine.scheduler.pool.n_pages
+    n_blocks = model.engine.scheduler.pool.n_blocks
     return {
         "placement": placement_dict(model.placement) if model.placement is not None else None,
         "ram": model.ram.as_dict() if model.ram is not None else None,
@@ -77,9 +77,9 @@ async def plan(http: Request) -> dict[str, Any]:
         "file_bytes": sum(shard.stat().st_size for shard in shards(model.gguf.path)),
         "cache": {
             "type": model.kv_type,
-            "pages": n_pages,
-            "tokens": n_pages * PAGE_SIZE,
-            "bytes": n_pages * PAGE_SIZE * model.cost.kv_bytes_per_token(model.kv_type),
+            "blocks": n_blocks,
+            "tokens": n_blocks * BLOCK_SIZE,
+            "bytes": n_blocks * BLOCK_SIZE * model.cost.kv_bytes_per_token(model.kv_type),
             "states": model.backend.n_states,
             "state_bytes": model.backend.n_states * model.cost.state_bytes,
         },

@@ -99,8 +99,8 @@ def _read(model: Model, prompt: str | list[int | str]) -> str | list[int]:
     return tokens
 
 
-@router.post("/completions", responses=documented(LlamaReply, EVENT_STREAM))
-@router.post("/completion", responses=documented(LlamaReply, EVENT_STREAM))
+@router.post("/completions", responses=documented(LlamaReply | list[LlamaReply], EVENT_STREAM))
+@router.post("/completion", responses=documented(LlamaReply | list[LlamaReply], EVENT_STREAM))
 async def completion(body: LlamaCompletionBody, http: Request) -> Response:
     service = await serving(http, body.model, required=False, takes_adapter=True)
     request = await in_turn(http, body.request, service.model, service.sampling)

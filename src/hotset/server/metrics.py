@@ -103,10 +103,10 @@ EXPERT_COUNTERS = {  # of an MoE model with a cache of experts
 ENGINE_GAUGES = {
     "hotset_sequences_running": ("running", "Sequences that are running."),
     "hotset_sequences_waiting": ("waiting", "Sequences that wait in the queue."),
-    "hotset_cache_pages": ("pages", "Blocks of the KV cache, each of 64 tokens."),
-    "hotset_cache_pages_used": ("pages_used", "Blocks of the KV cache that running sequences use."),
-    "hotset_cache_pages_idle": (
-        "pages_cached",
+    "hotset_cache_blocks": ("blocks", "Blocks of the KV cache, each of 64 tokens."),
+    "hotset_cache_blocks_used": ("blocks_used", "Blocks of the KV cache that running sequences use."),
+    "hotset_cache_blocks_idle": (
+        "blocks_cached",
         "Blocks of the KV cache that hold a prefix for later requests.",
     ),
 }

@@ -18,7 +18,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.engine.blocks import Prefix
 from hotset.engine.saved_prefix import NO_PREFIX, SessionFiles
 from hotset.errors import HotsetError, InvalidRequestError
@@ -147,7 +147,7 @@ class _Slot:
                 param="filename",
             )
         n_tokens = self._files.restore(saved)
-        self._held[self._id] = saved.prefix.cut(n_tokens // PAGE_SIZE)
+        self._held[self._id] = saved.prefix.cut(n_tokens // BLOCK_SIZE)
         return SlotReply.written(
             id_slot=self._id, filename=path.name, n_restored=n_tokens, n_read=saved.n_bytes,
             timings={"restore_ms": _ms_since(begun)},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -62,7 +62,7 @@ def _only_value(field: FieldInfo) -> list[Any]:
 Responses = dict[int | str, dict[str, Any]]
 
 
-def documented(reply: type[BaseModel], stream: str) -> Responses:
+def documented(reply: type[BaseModel] | UnionType, stream: str) -> Responses:
     """Return the `responses` of a route that answers whole, or as a stream of this type if requested."""
     return {200: {"model": reply, **documented_as(stream)[200]}}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from hotset.api import Model
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.errors import HotsetError, OutOfMemoryError
 from hotset.loader.build import open_model
 from hotset.loader.decide import MachineFacts, Opened, cache_bytes, context, longest_default
@@ -203,7 +203,7 @@ def parts_of(model: Model) -> tuple[int, int]:
     Under a RAM budget the weights get the budget without the cache.
     """
     decided = model.decided
-    keys_and_values = decided.n_pages * PAGE_SIZE * model.cost.kv_bytes_per_token(model.kv_type)
+    keys_and_values = decided.n_blocks * BLOCK_SIZE * model.cost.kv_bytes_per_token(model.kv_type)
     cache = int(keys_and_values + decided.n_states * model.cost.state_bytes)
     if model.ram is not None:
         return max(model.ram.limit - cache, 0), cache

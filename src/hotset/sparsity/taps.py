@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.base import BLOCK_SIZE, Batch
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.stage import BackendOptions
 from hotset.reporter import Reporter
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hotset.model.graph import Graph
 
 MAX_SEQUENCE = 512  # tokens; longer texts are split into sequences of this length
-_N_PAGES = MAX_SEQUENCE // PAGE_SIZE
+_N_BLOCKS = MAX_SEQUENCE // BLOCK_SIZE
 _STEP = 128  # tokens at a time; with 32 layers of 11,008 neurons the taps then take 180 MB
 
 TapSteps = Callable[["Sequence[int] | np.ndarray", Sequence[str]], Iterator[Mapping[str, np.ndarray]]]
@@ -34,18 +34,18 @@ BackendFactory = Callable[["WeightSource", "Graph"], "Backend"]
 
 def open_cpu(weights: WeightSource, graph: Graph) -> Backend:
     """Return a CPU backend that skips inactive neurons, with a cache for MAX_SEQUENCE tokens."""
-    return CpuBackend(weights, graph, BackendOptions(n_pages=_N_PAGES, max_batch=_STEP, sparse=True))
+    return CpuBackend(weights, graph, BackendOptions(n_blocks=_N_BLOCKS, max_batch=_STEP, sparse=True))
 
 
 def of_backend(backend: Backend) -> TapSteps:
     """Return the TapSteps of an otherwise unused backend, whose cache is overwritten from position 0.
 
-    A sequence of n tokens needs ceil(n / PAGE_SIZE) blocks.
+    A sequence of n tokens needs ceil(n / BLOCK_SIZE) blocks.
     """
 
     def steps(tokens: Sequence[int] | np.ndarray, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
-        pages = np.arange(-(-len(tokens) // PAGE_SIZE))
-        for batch in batches(tokens, names, pages, min(_STEP, backend.max_batch)):
+        blocks = np.arange(-(-len(tokens) // BLOCK_SIZE))
+        for batch in batches(tokens, names, blocks, min(_STEP, backend.max_batch)):
             yield dict(backend.step(batch).taps)
 
     return steps
@@ -54,7 +54,7 @@ def of_backend(backend: Backend) -> TapSteps:
 def batches(
     tokens: Sequence[int] | np.ndarray,
     names: Sequence[str],
-    pages: Sequence[int] | np.ndarray,
+    blocks: Sequence[int] | np.ndarray,
     n_step: int,
     *,
     outputs: bool = False,
@@ -62,10 +62,10 @@ def batches(
 ) -> Iterator[Batch]:
     """Yield one sequence [n] as steps of n_step tokens with taps.
 
-    pages: block numbers, int [ceil(n / PAGE_SIZE)]. outputs: whether a tap only has rows of output tokens.
+    blocks: block numbers, int [ceil(n / BLOCK_SIZE)]. outputs: whether a tap only has rows of output tokens.
     slots: of recurrent states, int32 [1, 2]; None: the first two.
     """
-    table = np.asarray(pages, np.int32)[None]
+    table = np.asarray(blocks, np.int32)[None]
     for i, first in enumerate(range(0, len(tokens), n_step)):
         part = np.asarray(tokens[first : first + n_step], np.int32)
         every = np.arange(len(part), dtype=np.int32)
@@ -73,7 +73,7 @@ def batches(
             tokens=part,
             positions=every + np.int32(first),
             sequences=np.zeros(len(part), np.int32),
-            page_tables=table,
+            block_tables=table,
             outputs=every if outputs else every[:0],
             taps=tuple(names),
         )
@@ -116,7 +116,7 @@ def over(
 
 def longest_sequence(backend: Backend) -> int:
     """Return how many tokens fit in the backend's cache, at most MAX_SEQUENCE."""
-    return min(MAX_SEQUENCE, backend.n_pages * PAGE_SIZE)
+    return min(MAX_SEQUENCE, backend.n_blocks * BLOCK_SIZE)
 
 
 def sequences(tokens: np.ndarray, n_max: int = MAX_SEQUENCE) -> list[np.ndarray]:
@@ -137,18 +137,18 @@ def generate(
     """Return texts that the model generates at temperature 1: int32 [n_sequences, n_tokens].
 
     All are generated together. first: the token that starts each (BOS); None: a random one. Needs n_sequences
-    * ceil(n_tokens / PAGE_SIZE) blocks.
+    * ceil(n_tokens / BLOCK_SIZE) blocks.
     """
     report, total = progress or Reporter(), n_sequences * (n_tokens - 1)
     rng = np.random.default_rng(seed)
-    n_pages = -(-n_tokens // PAGE_SIZE)
-    pages = np.arange(n_sequences * n_pages, dtype=np.int32).reshape(n_sequences, n_pages)
+    n_blocks = -(-n_tokens // BLOCK_SIZE)
+    blocks = np.arange(n_sequences * n_blocks, dtype=np.int32).reshape(n_sequences, n_blocks)
     rows = np.arange(n_sequences, dtype=np.int32)
     out = np.empty((n_sequences, n_tokens), np.int32)
     out[:, 0] = rng.integers(0, backend.n_vocab, n_sequences) if first is None else first
     for position in range(n_tokens - 1):
         report.advance("generating text", n_sequences * position, total, "tokens")
-        batch = Batch(out[:, position].copy(), np.full(n_sequences, position, np.int32), rows, pages, rows)
+        batch = Batch(out[:, position].copy(), np.full(n_sequences, position, np.int32), rows, blocks, rows)
         logits = backend.step(batch.with_states_of_rows(position)).logits
         noise = rng.gumbel(size=logits.shape).astype(np.float32)  # argmax(logits + Gumbel) samples softmax
         out[:, position + 1] = np.argmax(logits + noise, axis=1)

@@ -125,6 +125,11 @@ class Thresholds:
             )
 
     @property
+    def n_nonzero(self) -> int:
+        """Return the number of thresholds that have an effect."""
+        return sum(value != 0 for layer in self.layers for _, value in layer.items())
+
+    @property
     def knows_kept(self) -> bool:
         """Return whether the calibration measured the share of values that remain."""
         return any(

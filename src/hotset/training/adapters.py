@@ -7,7 +7,9 @@ which would otherwise be lost). Other values are float16. A rank in int8 carries
 than half the ranks in float16. The metadata name the activation, the rank and the model.
 
 Merging writes the GGUF file again: weight + b @ a, rows of ffn_up times the neurons' scales, biases, linear
-paths in the places of retired neurons (with a gate of 1 for every input), and the activation in its key.
+paths in the places of retired neurons (with a gate of 1 for every input), and the activation in its key. The
+down projections are neuron-major (ffn_down_t), so that idle neurons are neither read nor share scales with
+others, and in eight bits: some channels of the output are a hundred times as large as the others in a block.
 Everything else, including the tokenizer and the embedding, is copied byte for byte.
 """
 
@@ -27,19 +29,22 @@ import numpy as np
 from hotset.backends.cpu.processor import linear_f32
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.files import check_target, write_whole
+from hotset.formats.encode import FITTED, Importance, recode
 from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, copy_metadata
 from hotset.formats.quants import GGMLType, dequantize, fitting
 from hotset.formats.recommended import recommend
+from hotset.formats.requantize import FLOATS
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
+    from hotset.formats.imatrix import ImportanceMatrix
     from hotset.model.config import ModelConfig
     from hotset.reporter import Reporter
 
 FORMAT = "hotset adapters 1"
-MERGED_TYPES = {"q8_0": GGMLType.Q8_0, "f16": GGMLType.F16, "f32": GGMLType.F32}
+MERGED_TYPES = {"same": None, "q8_0": GGMLType.Q8_0, "f16": GGMLType.F16, "f32": GGMLType.F32}
 _FILE_TYPES = {GGMLType.F32: 0, GGMLType.F16: 1, GGMLType.Q8_0: 7}  # → general.file_type
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")  # that are trained
 NORMS = ("attn_norm", "ffn_norm")
@@ -181,15 +186,19 @@ def merge(
     gguf: GGUFFile,
     adapters: TrainedAdapters,
     path: str | os.PathLike[str],
-    type: GGMLType = GGMLType.Q8_0,
+    type: GGMLType | None = None,
     progress: Reporter | None = None,
     sampling: Mapping[str, Any] | None = None,
+    importance: ImportanceMatrix | None = None,
 ) -> None:
-    """Write the model of `gguf` merged with the adapters. type: of the changed matrices.
+    """Write the model of `gguf` merged with the adapters.
 
-    sampling: parameters to recommend (formats/recommended.py); other recommendations are copied from `gguf`.
-    A matrix whose rows are not a multiple of the type's block size becomes F16. Raises InvalidRequestError if
-    the adapters belong to other weights, and leaves no file on any error.
+    type: of the changed matrices; None: each keeps its type, but quantised down projections become Q8_0.
+    sampling: parameters to recommend
+    (formats/recommended.py); other recommendations are copied from `gguf`. importance: of the merged model's
+    inputs, which weights the errors. A matrix whose rows are not a multiple of the type's block size becomes
+    F16. Raises InvalidRequestError if the adapters belong to other weights, or a type cannot be written, and
+    leaves no file on any error.
     """
     if adapters.model != digest(gguf):
         raise InvalidRequestError(
@@ -204,13 +213,15 @@ def merge(
     values = adapters.values
     alignment = gguf.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     writer = GGUFWriter(path, architecture, alignment)  # type: ignore[arg-type]
-    own = {
-        "general.architecture", "general.alignment", "general.file_type", "hotset.up_activation",
-        "hotset.fatrelu_threshold", f"{architecture}.hidden_activation",
-    }  # fmt: skip
+    own = [
+        "general.architecture", "general.alignment", "hotset.up_activation", "hotset.fatrelu_threshold",
+        f"{architecture}.hidden_activation",
+    ]  # fmt: skip
     recommend(writer, sampling or {})
+    if type is not None:
+        own.append("general.file_type")
+        writer.add("general.file_type", _FILE_TYPES[type])
     copy_metadata(gguf, writer, tuple(own))
-    writer.add("general.file_type", _FILE_TYPES[type])
     writer.add(f"{architecture}.hidden_activation", adapters.activation)
 
     for name, info in gguf.tensors.items():
@@ -218,9 +229,15 @@ def merge(
         if kind == "bias" and name in values:
             continue  # written with its matrix
         if _MATRIX.fullmatch(name):
-            stored = fitting(type, info.shape[0])
-
-            writer.add_tensor(name, partial(_merged, gguf, name, adapters), stored, info.shape)
+            by_neuron = stem.endswith(".ffn_down")
+            shape = info.shape[::-1] if by_neuron else info.shape
+            wanted = info.type if type is None else type
+            if by_neuron and wanted not in FLOATS:
+                wanted = GGMLType.Q8_0
+            stored = fitting(wanted, shape[0])
+            weights = None if importance is None else importance.weights(name, info.shape)
+            data = partial(_encoded, gguf, name, adapters, stored, weights)
+            writer.add_tensor(f"{stem}_t.weight" if by_neuron else name, data, stored, shape)
             if f"{stem}.bias" in values:
                 bias = values[f"{stem}.bias"]
                 if stem.endswith(".ffn_gate"):
@@ -235,6 +252,24 @@ def merge(
         else:
             writer.add_tensor(name, lambda name=name: gguf.data(name), info.type, info.shape)  # type: ignore[misc]
     writer.write(progress)
+
+
+def _encoded(
+    gguf: GGUFFile, name: str, adapters: TrainedAdapters, type: GGMLType, weights: np.ndarray | None
+) -> np.ndarray:
+    """Return the bytes of a merged matrix, uint8 [rows, row bytes]; a down projection's rows are neurons.
+
+    weights: of the errors by input, float32 [1, n_in].
+    """
+    values = _merged(gguf, name, adapters)
+    if name.endswith(".ffn_down.weight"):
+        values = np.ascontiguousarray(values.T)
+    n_rows, width = values.shape
+    fitted = None if weights is None or type not in FITTED else Importance(weights, n_rows)
+    try:
+        return recode(values.reshape(-1).view(np.uint8), GGMLType.F32, width, type, importance=fitted)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{gguf.path}: {name}: {error}") from None
 
 
 def _merged(gguf: GGUFFile, name: str, adapters: TrainedAdapters) -> np.ndarray:

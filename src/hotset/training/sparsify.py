@@ -365,6 +365,20 @@ class Training:
     def train_step(self) -> float:
         """Run one step of the optimizer; return the mean divergence, in nats per token."""
         started = time.perf_counter()
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")  # bfloat16 products, where the processor has them
+        try:
+            report = self._optimize()
+        finally:
+            torch.set_float32_matmul_precision(precision)
+        elapsed = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+        if self.n_processes > 1:  # all processes must end, and lower the learning rate, at the same step
+            torch.distributed.all_reduce(elapsed, torch.distributed.ReduceOp.MAX)
+        self.seconds += float(elapsed)
+        return float(report[0])
+
+    def _optimize(self) -> Tensor:
+        """Change the parameters once; return the mean divergence and the share of active neurons, [2]."""
         settings = self.settings
         tokens = self.windows()
         wanted = [x.to(self.base.device) for x in self.teacher.stream(tokens)]
@@ -399,11 +413,7 @@ class Training:
         self._share = float(report[1])
         self.price *= math.exp(_PRICE_STEP * (self._share - share_wanted) / share_wanted)
         self.step += 1
-        elapsed = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-        if self.n_processes > 1:  # all processes must end, and lower the learning rate, at the same step
-            torch.distributed.all_reduce(elapsed, torch.distributed.ReduceOp.MAX)
-        self.seconds += float(elapsed)
-        return float(report[0])
+        return report
 
     def _hidden(self, tokens: Tensor, stream: Tensor, compute: Compute | None = None) -> Tensor:
         """Return the output matrix's input, float32 [n_batch, n_tokens, n_embd], from the last stream."""

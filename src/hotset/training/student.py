@@ -25,18 +25,10 @@ from torch.nn import functional as F  # noqa: N812
 from hotset.backends.torch.functions import rms_norm
 from hotset.backends.torch.graph import Compute, Step, TorchGraph
 from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.model import operations as ops
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.model.operations import (
-    Activate,
-    Add,
-    Ffn,
-    LayerNorm,
-    Linear,
-    Multiply,
-    Primitive,
-    RMSNorm,
-)
+from hotset.model.operations import Primitive
 from hotset.training.adapters import MATRICES, NORMS
 
 if TYPE_CHECKING:
@@ -179,15 +171,15 @@ class Student(nn.Module):
         def compute(op: Primitive, step: Step) -> Tensor:
             ffn = self.base.graph.ffns[op.layer] if op.part == "ffn" else None
             match op:
-                case RMSNorm() if (own := self.get(_stem(op.weight))) is not None:
+                case ops.RMSNorm() if (own := self.get(_stem(op.weight))) is not None:
                     return rms_norm(step[op.x], own, op.eps, op.n_head)
-                case Linear() if ffn is not None and op is ffn.down:
+                case ops.Linear() if ffn is not None and op is ffn.down:
                     return self.ffn_out(ffn, step[op.x], step[ffn.up.x])
-                case Linear():
+                case ops.Linear():
                     return self.linear(op, step[op.x])
-                case Activate():  # included in the product of gate and up
+                case ops.Activate():  # included in the product of gate and up
                     return step[op.x]
-                case Multiply() if ffn is not None:
+                case ops.Multiply() if ffn is not None:
                     return self._neurons(ffn, step, activity)
             return self.base.compute(op, step)
 
@@ -195,7 +187,7 @@ class Student(nn.Module):
 
     def linear(self, op: Primitive, x: Tensor) -> Tensor:
         """Compute a product by the student's matrix and bias."""
-        assert isinstance(op, Linear)
+        assert isinstance(op, ops.Linear)
         name = _stem(op.weight)
         weight, bias = self.base.rows_of(op)
         own = self.get(f"{name}.bias")
@@ -208,13 +200,13 @@ class Student(nn.Module):
         out: Tensor = LowRankLinear.apply(x, weight, bias, a, b)  # type: ignore[no-untyped-call]
         return out
 
-    def ffn_out(self, ffn: Ffn, neurons: Tensor, x: Tensor) -> Tensor:
+    def ffn_out(self, ffn: ops.Ffn, neurons: Tensor, x: Tensor) -> Tensor:
         """Return the contribution of neurons, and of the linear path from the input x, to the stream."""
         out = self.linear(ffn.down, neurons)
         a, b = (self.get(f"blk.{ffn.layer}.ffn_linear.{name}") for name in "ab")
         return out if a is None or b is None else out + F.linear(F.linear(x, a), b)
 
-    def _neurons(self, ffn: Ffn, step: Step, activity: Activity | None) -> Tensor:
+    def _neurons(self, ffn: ops.Ffn, step: Step, activity: Activity | None) -> Tensor:
         assert ffn.gate is not None
         layer, gate, up = ffn.layer, step[ffn.gate.out], step[ffn.up.out]
         price = activity.price if activity else 0.0
@@ -314,22 +306,22 @@ def unsupported_operations(graph: Graph) -> str | None:
     """
     if graph.is_encoder:
         return "is an embedding model"
-    if not isinstance(graph.ops[-1], Linear):
+    if not isinstance(graph.ops[-1], ops.Linear):
         return "scales or caps its logits"
-    if any(isinstance(op, LayerNorm) for op in graph.primitives):
+    if any(isinstance(op, ops.LayerNorm) for op in graph.primitives):
         return "has layer norms"
     if any(ffn.sub_norm is not None for ffn in graph.ffns):
         return "has norms before its down projections"
     for i, ffn in enumerate(graph.ffns):
-        ops = [op for op in graph.primitives if op.layer == i]
+        operations = [op for op in graph.primitives if op.layer == i]
         expected = {f"blk.{i}.{name}.weight" for name in (*MATRICES, *NORMS)}
-        matrices = {tensor for op in ops for tensor in op.matrices}
-        norms = {op.weight for op in ops if isinstance(op, RMSNorm)}
+        matrices = {tensor for op in operations for tensor in op.matrices}
+        norms = {op.weight for op in operations if isinstance(op, ops.RMSNorm)}
         for name in sorted(matrices - expected):
             return f"has the matrix {name}"
         for name in sorted(expected - matrices - norms):
             return f"has no {name}"
-        last = ops[-1]
-        if not isinstance(last, Add) or (last.a, last.b) != (ffn.x, ffn.out):
+        last = operations[-1]
+        if not isinstance(last, ops.Add) or (last.a, last.b) != (ffn.x, ffn.out):
             return "has norms after its FFNs, or scales their results"
     return None

@@ -44,6 +44,7 @@ from hotset.files import check_folder, check_target, write_whole
 from hotset.loader.build import build, open_model
 from hotset.model.decoder import describe
 from hotset.model.thresholds import THRESHOLD_NAMES, LayerThresholds, ThresholdName
+from hotset.placement.channel_rates import plan_here
 from hotset.reporter import Reporter
 from hotset.settings import LoadSettings
 from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds, thresholds_path
@@ -52,6 +53,7 @@ from hotset.training.threshold_losses import LayerLosses, LossPass, sites_of
 
 if TYPE_CHECKING:
     from hotset.model.config import ModelConfig
+    from hotset.placement.channels import ChannelPlan
 
 _HELD_OUT = 64  # of 256 values of a hash's first byte
 _TINY = 1e-30  # a threshold in the graph that has no effect
@@ -134,13 +136,15 @@ class Measured:
 class CalibratedThresholds:
     """The result of a calibration.
 
-    predicted: the loss in nats of KL, by kind. problems: missed targets, one sentence each.
+    predicted: the loss in nats of KL, by kind. plan: what this machine skips with them. problems: missed
+    targets, one sentence each.
     """
 
     path: Path
     thresholds: Thresholds
     measured: Measured
     predicted: dict[str, float]
+    plan: ChannelPlan
     problems: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -149,6 +153,7 @@ class CalibratedThresholds:
             "path": str(self.path),
             "measured": asdict(self.measured),
             "foreseen": self.predicted,
+            "gain": self.plan.as_dict(),
             "layers": [dict(layer.items()) for layer in self.thresholds.layers],
             "problems": list(self.problems),
         }
@@ -257,7 +262,10 @@ class Search:
             },
         )  # fmt: skip
         thresholds.save(target)
-        return CalibratedThresholds(target, thresholds, measured, dict(choice.loss), tuple(problems))
+        plan = plan_here(
+            self.model.gguf, self.model.config, thresholds, self.settings.n_threads, progress=self.progress
+        )
+        return CalibratedThresholds(target, thresholds, measured, dict(choice.loss), plan, tuple(problems))
 
     def _target(self) -> dict[str, Any]:
         names = ("max_increase", "share", "uniform")

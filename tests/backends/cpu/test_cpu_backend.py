@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from backend_runs import (
     ISAS,
-    N_VOCAB,
-    PAGES,
     assert_every_operation_is_right,
     batch,
     cpu,
@@ -23,7 +21,7 @@ from derived_bounds import Oracle
 from tiny_gguf import write_llama
 
 from hotset import _core
-from hotset.backends.base import LOGIT_GROUP, PAGE_SIZE, Batch
+from hotset.backends.base import LOGIT_GROUP, Batch
 from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
@@ -45,12 +43,12 @@ def test_every_tensor_type_runs(tmp_path: Path, type_: GGMLType) -> None:
     gguf = open_gguf(
         write_llama(tmp_path / "m.gguf", n_embd=256, n_ff=256, head_dim=64, type_of=lambda _: type_)
     )
-    graph, ids, pages = describe(config_from_gguf(gguf), gguf.tensors), tokens(20), [0]
-    assert_every_operation_is_right(gguf, graph, cpu(gguf), ids, [13, 14], pages)
+    graph, ids, blocks = describe(config_from_gguf(gguf), gguf.tensors), tokens(20), [0]
+    assert_every_operation_is_right(gguf, graph, cpu(gguf), ids, [13, 14], blocks)
     # Without taps operations are fused, with the same bits.
     names = tuple(value.name for value in graph.values)
-    tapped = cpu(gguf).step(batch([(ids, 0, pages)], names)).logits
-    np.testing.assert_array_equal(logits_of(cpu(gguf), ids, [13, 14], pages), tapped)
+    tapped = cpu(gguf).step(batch([(ids, 0, blocks)], names)).logits
+    np.testing.assert_array_equal(logits_of(cpu(gguf), ids, [13, 14], blocks), tapped)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -61,70 +59,42 @@ def test_the_same_bits_however_a_step_is_cut(tmp_path: Path, isa: str, kv_type: 
         tmp_path / "m.gguf", n_embd=256, n_ff=288, head_dim=64, type_of=mixed_types, n_ctx=4096, keys=keys
     )
     gguf = open_gguf(path)
-    ids, pages = tokens(330), [4, 2, 9, 7, 11, 1]
+    ids, blocks = tokens(330), [4, 2, 9, 7, 11, 1]
     options = {"isa": isa, "kv_type": kv_type, "max_batch": 330}
-    expected = logits_of(cpu(gguf, n_threads=1, **options), ids, [], pages)
+    expected = logits_of(cpu(gguf, n_threads=1, **options), ids, [], blocks)
     two = cpu(gguf, n_threads=2, **options)
     for splits in ([], [1], [64, 128, 200], [7, 8, 9, 130, 329], [*range(1, 40), 300, *range(301, 330)]):
-        np.testing.assert_array_equal(logits_of(two, ids, splits, pages), expected)
+        np.testing.assert_array_equal(logits_of(two, ids, splits, blocks), expected)
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q4_0"])
 def test_the_same_bits_on_every_instruction_set(mixed: GGUFFile, kv_type: str) -> None:
-    ids, pages = tokens(90), [0, 1]
-    expected = logits_of(cpu(mixed, isa="scalar", kv_type=kv_type), ids, [33], pages)
+    ids, blocks = tokens(90), [0, 1]
+    expected = logits_of(cpu(mixed, isa="scalar", kv_type=kv_type), ids, [33], blocks)
     for isa in _core.available_isas():
-        found = logits_of(cpu(mixed, isa=isa, kv_type=kv_type), ids, [33], pages)
+        found = logits_of(cpu(mixed, isa=isa, kv_type=kv_type), ids, [33], blocks)
         np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.parametrize("kv_type", ["f16", "q4_0"])
-def test_same_bits_next_to_neighbours(mixed: GGUFFile, kv_type: str) -> None:
-    backend, alone = cpu(mixed, kv_type=kv_type), cpu(mixed, kv_type=kv_type)
-    first, second, third = tokens(70, 1), tokens(5, 2), tokens(20, 3)
-    pages = ([5, 0], [8], [2])
-    mixed_step = backend.step(
-        batch([(first[:64], 0, pages[0]), (second, 0, pages[1]), (third, 0, pages[2])])
-    ).logits.copy()
-    rest = backend.step(batch([(first[64:], 64, pages[0])])).logits.copy()
-    np.testing.assert_array_equal(
-        np.concatenate([mixed_step[:64], rest]), logits_of(alone, first, [], [10, 11])
-    )
-    np.testing.assert_array_equal(mixed_step[64:69], logits_of(alone, second, [], [12]))
-    np.testing.assert_array_equal(mixed_step[69:], logits_of(alone, third, [], [13]))
-
-
-@pytest.mark.parametrize("kv_type", ["f16", "q4_0"])
-def test_the_same_bits_over_a_shared_prefix(mixed: GGUFFile, kv_type: str) -> None:
-    """Check a second sequence that reads the KV blocks of a first one, as prefix caching does."""
-    prefix, tail = tokens(2 * PAGE_SIZE, 1), tokens(9, 2)
-    backend = cpu(mixed, kv_type=kv_type)
-    backend.step(batch([(prefix, 0, [0, 1])]))
-    found = backend.step(batch([(tail, 2 * PAGE_SIZE, [0, 1, 5])])).logits
-    whole = logits_of(
-        cpu(mixed, max_batch=256, kv_type=kv_type), np.concatenate([prefix, tail]), [], [0, 1, 2]
-    )
-    np.testing.assert_array_equal(found, whole[2 * PAGE_SIZE :])
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0/q4_0"])
 def test_the_same_bits_far_into_a_context(mixed: GGUFFile, kv_type: str) -> None:
     """Check contexts longer than one split of the softmax: split for few tokens, whole for many."""
     ids = tokens(1300)
-    pages = list(range(21))
-    options = {"n_pages": 21, "max_batch": 512, "kv_type": kv_type}
-    expected = logits_of(cpu(mixed, n_threads=1, **options), ids, [512, 1024], pages)
+    blocks = list(range(21))
+    options = {"n_blocks": 21, "max_batch": 512, "kv_type": kv_type}
+    expected = logits_of(cpu(mixed, n_threads=1, **options), ids, [512, 1024], blocks)
     splits = [500, 1000, *range(1250, 1300)]
-    np.testing.assert_array_equal(logits_of(cpu(mixed, n_threads=3, **options), ids, splits, pages), expected)
+    found = logits_of(cpu(mixed, n_threads=3, **options), ids, splits, blocks)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_more_threads_than_cores_change_nothing(mixed: GGUFFile) -> None:
     """Check that a chunk is right if a thread loses its core in it: another thread computes it again."""
-    ids, pages = tokens(60), [0]
-    expected = logits_of(cpu(mixed, n_threads=1), ids, [20, *range(21, 60)], pages)
+    ids, blocks = tokens(60), [0]
+    expected = logits_of(cpu(mixed, n_threads=1), ids, [20, *range(21, 60)], blocks)
     many = cpu(mixed, n_threads=8)
     for _ in range(3):
-        np.testing.assert_array_equal(logits_of(many, ids, [20, *range(21, 60)], pages), expected)
+        np.testing.assert_array_equal(logits_of(many, ids, [20, *range(21, 60)], blocks), expected)
 
 
 def test_two_models_run_at_once(mixed: GGUFFile) -> None:
@@ -156,7 +126,7 @@ def test_taps_are_the_references_and_change_nothing(tmp_path: Path, architecture
     tapped = backend.step(step)
     np.testing.assert_array_equal(tapped.logits, plain)
     assert set(tapped.taps) == set(names)
-    Oracle(gguf, graph, n_pages=2, kv_type="f32").check(step, tapped)
+    Oracle(gguf, graph, n_blocks=2, kv_type="f32").check(step, tapped)
     one = backend.step(batch([(ids, 0, [1])], ("blk.1.ffn_act",)))
     np.testing.assert_array_equal(one.taps["blk.1.ffn_act"], tapped.taps["blk.1.ffn_act"])
     np.testing.assert_array_equal(one.logits, plain)
@@ -176,43 +146,12 @@ def test_the_largest_logit_of_each_group_is_found(tmp_path: Path, isa: str) -> N
             assert result.largest.std() > 0
 
 
-def test_no_outputs_no_logits(mixed: GGUFFile) -> None:
-    backend = cpu(mixed)
-    step = batch([(tokens(5), 0, [0])])
-    empty = Batch(step.tokens, step.positions, step.sequences, step.page_tables, np.zeros(0, np.int32))
-    assert backend.step(empty).logits.shape == (0, N_VOCAB)
-    last = Batch(step.tokens, step.positions, step.sequences, step.page_tables, np.array([4], np.int32))
-    found = backend.step(last).logits[0].copy()
-    np.testing.assert_array_equal(found, backend.step(step).logits[4])
-
-
-BROKEN = {
-    "a token outside the vocabulary": {"tokens": [N_VOCAB]}, "a negative token": {"tokens": [-1]},
-    "a position beyond the pages": {"positions": [PAGE_SIZE]},
-    "a page that the cache lacks": {"page_tables": [[PAGES]]},
-    "a position without a page": {"page_tables": [[-1]]}, "a sequence without a table": {"sequences": [1]},
-    "an output that is no token": {"outputs": [1]},
-    "no tokens": {"tokens": [], "positions": [], "sequences": [], "outputs": []},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", BROKEN)
-def test_broken_batches_are_refused(mixed: GGUFFile, what: str) -> None:
-    arrays: dict[str, Any] = {
-        "tokens": [1], "positions": [0], "sequences": [0], "page_tables": [[0]], "outputs": [0]
-    }  # fmt: skip
-    arrays |= BROKEN[what]
-    step = Batch(**{k: np.array(v, np.int32) for k, v in arrays.items()})
-    with pytest.raises(InvalidRequestError):
-        cpu(mixed).step(step)
-
-
 def test_positions_must_rise(mixed: GGUFFile) -> None:
     step = batch([(tokens(2), 0, [0])])
     with pytest.raises(InvalidRequestError, match="rise"):
         cpu(mixed).step(
             Batch(
-                step.tokens, step.positions[::-1].copy(), *([step.sequences, step.page_tables, step.outputs])
+                step.tokens, step.positions[::-1].copy(), *([step.sequences, step.block_tables, step.outputs])
             )
         )
 

@@ -59,12 +59,12 @@ def test_every_tensor_type_of_experts_runs(tmp_path: Path, type_: GGMLType) -> N
 @pytest.mark.parametrize("form", ["mixed", "floats", "biased relu", "neuron-major"])
 def test_the_same_bits_however_a_step_is_cut(tmp_path: Path, isa: str, form: str) -> None:
     gguf = model(tmp_path, **FORMS[form])
-    ids, pages = tokens(120), [4, 2]
-    expected = logits_of(cpu(gguf, n_threads=1), ids, [], pages)
+    ids, blocks = tokens(120), [4, 2]
+    expected = logits_of(cpu(gguf, n_threads=1), ids, [], blocks)
     for n_threads in (1, 2, 3):
         backend = cpu(gguf, isa=isa, n_threads=n_threads, sparse=n_threads > 1)
         for splits in SPLITS:
-            np.testing.assert_array_equal(logits_of(backend, ids, splits, pages), expected)
+            np.testing.assert_array_equal(logits_of(backend, ids, splits, blocks), expected)
 
 
 def test_same_bits_next_to_neighbours(tmp_path: Path) -> None:
@@ -73,13 +73,13 @@ def test_same_bits_next_to_neighbours(tmp_path: Path) -> None:
     parts = [(tokens(n, seed), 0, [seed]) for seed, n in enumerate((1, 5, 30, 1))]
     found = backend.step(batch(parts)).logits.copy()
     at = 0
-    for ids, _, pages in parts:
-        np.testing.assert_array_equal(found[at : at + len(ids)], logits_of(alone, ids, [], pages))
+    for ids, _, blocks in parts:
+        np.testing.assert_array_equal(found[at : at + len(ids)], logits_of(alone, ids, [], blocks))
         at += len(ids)
     four = [(tokens(1, seed), 0, [seed]) for seed in range(4)]  # few enough for every thread to prepare all
     found = backend.step(batch(four)).logits.copy()
-    for i, (ids, _, pages) in enumerate(four):
-        np.testing.assert_array_equal(found[i], logits_of(alone, ids, [], pages)[0])
+    for i, (ids, _, blocks) in enumerate(four):
+        np.testing.assert_array_equal(found[i], logits_of(alone, ids, [], blocks)[0])
 
 
 def test_files_with_a_tensor_for_each_expert_are_the_same_model(tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ def test_down_matrices_by_neuron_are_the_same_model(tmp_path: Path) -> None:
         writer.add_tensor(name, np.ascontiguousarray(data.swapaxes(1, 2)) if "down" in name else data, T.F32)
     writer.add_tensor("lm_head_profiler.weight", np.zeros(32 * (64 + 96), np.float32), T.F32)
     writer.write()
-    ids, pages = tokens(30), [0]
-    found = logits_of(cpu(open_gguf(moved), sparse=True), ids, [11], pages)
-    expected = logits_of(cpu(plain), ids, [11], pages)
+    ids, blocks = tokens(30), [0]
+    found = logits_of(cpu(open_gguf(moved), sparse=True), ids, [11], blocks)
+    expected = logits_of(cpu(plain), ids, [11], blocks)
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
 
 
@@ -136,7 +136,7 @@ def test_score_of_nan_is_chosen_last(tmp_path: Path) -> None:
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     step = batch([(tokens(12), 0, [0])], ("blk.0.ffn_route", "blk.0.ffn_router"))
     ours = cpu(gguf, kv_type="f32").step(step).taps["blk.0.ffn_route"]
-    theirs = ReferenceBackend(gguf, graph, n_pages=1).step(step).taps["blk.0.ffn_route"]
+    theirs = ReferenceBackend(gguf, graph, n_blocks=1).step(step).taps["blk.0.ffn_route"]
     np.testing.assert_array_equal(ours[:, :3], theirs[:, :3])
     assert np.isnan(ours[:, 3:]).all()
     assert np.isnan(theirs[:, 3:]).all()
@@ -197,12 +197,12 @@ def test_the_same_bits_of_architectures_with_experts(run_folder: Path, name: str
     """Check sinks, windows, routers before attention and shared experts, for any split of a step."""
     tiny_models = pytest.importorskip("tiny_models")
     gguf = open_gguf(tiny_models.shared_gguf(name, run_folder))
-    ids, pages = tokens(100), [4, 2]
-    expected = logits_of(cpu(gguf, n_threads=1, isa="scalar"), ids, [], pages)
+    ids, blocks = tokens(100), [4, 2]
+    expected = logits_of(cpu(gguf, n_threads=1, isa="scalar"), ids, [], blocks)
     for isa in _core.available_isas():
         backend = cpu(gguf, isa=isa, sparse=True)
         for splits in ([], [1, 2, 70], [9, 20, 99]):
-            np.testing.assert_array_equal(logits_of(backend, ids, splits, pages), expected)
+            np.testing.assert_array_equal(logits_of(backend, ids, splits, blocks), expected)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     assert_every_operation_is_right(gguf, graph, cpu(gguf, kv_type="f32"), ids[:50], [40, 41], [3])
 
@@ -212,7 +212,7 @@ def test_sinks_hold_over_many_splits_of_the_cache(tmp_path: Path) -> None:
     recipe = tiny_models.EXPERTS["gpt-oss"]
     model = tiny_models.build(recipe, max_position_embeddings=2048, sliding_window=2000)
     gguf = open_gguf(tiny_models.to_gguf(recipe, model, tmp_path))
-    ids, pages = tokens(1100), list(range(18))
+    ids, blocks = tokens(1100), list(range(18))
     backend = cpu(gguf, max_batch=1100)
-    whole = logits_of(backend, ids, [], pages)
-    np.testing.assert_array_equal(logits_of(backend, ids, [500, 1098, 1099], pages), whole)
+    whole = logits_of(backend, ids, [], blocks)
+    np.testing.assert_array_equal(logits_of(backend, ids, [500, 1098, 1099], blocks), whole)

@@ -57,3 +57,7 @@ def test_wrong_arguments_give_one_message() -> None:
 def test_bandwidth_is_measured() -> None:
     data = np.ones(64 << 20, np.uint8)
     assert 1e8 < _core.read_bandwidth(data, 2) < 1e13
+    pieces = np.arange(0, len(data), 4096)[::2]
+    assert 1e8 < _core.gather_bandwidth(data, pieces, 1024, 2) < 1e13
+    with pytest.raises(ValueError, match="in the data"):
+        _core.gather_bandwidth(data, pieces + len(data), 1024, 2)

@@ -78,13 +78,13 @@ def test_every_operation_is_the_references(tmp_path: Path, name: str, type_: str
 @pytest.mark.parametrize("name", ["deepseek2-groups", "deepseek2-kimi"])
 def test_the_same_bits_however_a_step_is_cut(tmp_path: Path, name: str) -> None:
     gguf = converted(name, tmp_path, "q8_0")
-    ids, pages = tokens(100), [4, 2]
-    expected = logits_of(cpu(gguf, n_threads=1, isa="scalar"), ids, [], pages)
+    ids, blocks = tokens(100), [4, 2]
+    expected = logits_of(cpu(gguf, n_threads=1, isa="scalar"), ids, [], blocks)
     for isa in _core.available_isas():
         for n_threads in (1, 3):
             backend = cpu(gguf, isa=isa, n_threads=n_threads)
             for splits in ([], [1, 2, 70], [9, 20, 99], [*range(1, 30)]):
-                np.testing.assert_array_equal(logits_of(backend, ids, splits, pages), expected)
+                np.testing.assert_array_equal(logits_of(backend, ids, splits, blocks), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,8 +94,8 @@ def test_files_with_one_matrix_for_keys_and_values_are_the_same_model(tmp_path: 
     assert "blk.0.attn_kv_b.weight" in old.tensors
     assert old.metadata["deepseek2.attention.head_count_kv"] > 1
     assert config_from_gguf(old) == config_from_gguf(new)
-    ids, pages = tokens(90), [4, 2]
-    found, expected = (logits_of(cpu(g, kv_type="f32"), ids, [11, 60], pages) for g in (old, new))
+    ids, blocks = tokens(90), [4, 2]
+    found, expected = (logits_of(cpu(g, kv_type="f32"), ids, [11, 60], blocks) for g in (old, new))
     np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
     graph = describe(config_from_gguf(old), old.tensors)
     assert not any(isinstance(op, TransposedHeads) for op in graph.ops)

@@ -142,9 +142,9 @@ def test_values_that_are_not_finite_stay_so(type_: GGMLType, isa: str, extreme: 
 class Fed:
     """A plan whose inputs are given matrices: row t of each is the input of token t."""
 
-    def __init__(self, isa: str, n: int, n_pages: int = 1) -> None:
-        self.plan, self.n = _core.Plan(n, n_pages, n_pages, _core.Runtime(2), isa), n
-        self.n_pages = n_pages
+    def __init__(self, isa: str, n: int, n_blocks: int = 1) -> None:
+        self.plan, self.n = _core.Plan(n, n_blocks, n_blocks, _core.Runtime(2), isa), n
+        self.n_blocks = n_blocks
 
     def input(self, rows: np.ndarray) -> int:
         x = self.plan.buffer(rows.shape[1], False)
@@ -157,8 +157,8 @@ class Fed:
 
     def run(self, out: int) -> np.ndarray:
         self.plan.finish()
-        ids, pages = np.arange(self.n, dtype=np.int32), np.arange(self.n_pages, dtype=np.int32)[None]
-        self.plan.run(ids, ids, np.zeros_like(ids), pages, ids)
+        ids, blocks = np.arange(self.n, dtype=np.int32), np.arange(self.n_blocks, dtype=np.int32)[None]
+        self.plan.run(ids, ids, np.zeros_like(ids), blocks, ids)
         return np.array(self.plan.rows(out))
 
 
@@ -321,8 +321,8 @@ def attention(
     sizes: n_head, n_head_kv, head_dim, head_dim_v.
     """
     (heads, heads_kv, dim, dim_v), n, formats = sizes, len(q), kv_formats(kv_type)
-    n_pages = -(-n // _core.KV_BLOCK_SIZE)
-    slots = n_pages * heads_kv * _core.KV_BLOCK_SIZE
+    n_blocks = -(-n // _core.KV_BLOCK_SIZE)
+    slots = n_blocks * heads_kv * _core.KV_BLOCK_SIZE
     widths = dim, -(-dim_v // 16) * 16
     caches = [
         np.zeros(slots * width * format.bits // 8, np.uint8)
@@ -332,7 +332,7 @@ def attention(
         np.zeros(slots * width // 32 * 2, np.uint8) if format.n_channels == 32 else None
         for width, format in zip(widths, formats, strict=True)
     ]
-    fed = Fed(isa, n, n_pages)
+    fed = Fed(isa, n, n_blocks)
     inputs, out = [fed.input(x) for x in (q, k, v)], fed.output(heads * dim_v)
     names = zip(("k_cache", "v_cache", "k_scale", "v_scale"), [*caches, *scales], strict=True)
     cache = {name: array for name, array in names if array is not None}

@@ -15,7 +15,7 @@ from cases import quick_if
 from tiny_gguf import write_llama
 
 from hotset import _core
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
@@ -59,17 +59,17 @@ def in_one_step_and_in_many(gguf: GGUFFile, lengths: list[int], n_threads: int) 
     total, at = sum(lengths), 0
     parts = []
     for i, length in enumerate(lengths):
-        n_pages = -(-length // PAGE_SIZE)
-        parts.append((tokens(length, i), 0, list(range(at, at + n_pages))))
-        at += n_pages
-    together = cpu_backend(gguf, graph, n_pages=at, max_batch=total, n_threads=n_threads)
+        n_blocks = -(-length // BLOCK_SIZE)
+        parts.append((tokens(length, i), 0, list(range(at, at + n_blocks))))
+        at += n_blocks
+    together = cpu_backend(gguf, graph, n_blocks=at, max_batch=total, n_threads=n_threads)
     found = together.step(batch(parts)).logits.copy()
     assert found.shape == (total, N_VOCAB)
     assert np.isfinite(found).all()
-    apart = cpu_backend(gguf, graph, n_pages=at, max_batch=8, n_threads=1)
+    apart = cpu_backend(gguf, graph, n_blocks=at, max_batch=8, n_threads=1)
     rows = [
-        apart.step(batch([(ids[first : first + 8], first, pages)])).logits.copy()
-        for ids, _, pages in parts
+        apart.step(batch([(ids[first : first + 8], first, blocks)])).logits.copy()
+        for ids, _, blocks in parts
         for first in range(0, len(ids), 8)
     ]
     np.testing.assert_array_equal(found, np.concatenate(rows))

@@ -23,11 +23,7 @@ from backend_runs import batch, cpu, tokens
 from cases import quick_if
 from waiting import WATCHDOG, until
 
-import hotset
 from hotset import _core
-from hotset.backends.base import Batch
-from hotset.engine.engine import Engine
-from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.quants import GGMLType, row_bytes
@@ -327,85 +323,6 @@ def test_close_waits_for_the_step_that_runs() -> None:
     runtime.close()
     worker.join(WATCHDOG)
     assert not worker.is_alive()
-
-
-def test_a_cancelled_step_of_the_engine_changes_nothing(mixed: GGUFFile) -> None:
-    params = [SamplingParams(seed=i, max_tokens=8) for i in range(4)]
-    prompts = [tokens(n, seed=n).tolist() for n in (150, 3, 70, 129)]
-
-    def answers(disturb: bool) -> tuple[list[list[int]], int]:
-        backend = cpu(mixed)
-        engine = Engine(backend, 512, 3)
-        n_cancelled = 0
-        stop = threading.Event()
-        step = backend.step
-
-        def counted(given: Batch) -> Any:
-            nonlocal n_cancelled
-            try:
-                return step(given)
-            except StepCancelledError:
-                n_cancelled += 1
-                if n_cancelled >= 30:
-                    stop.set()
-                raise
-
-        backend.step = counted  # type: ignore[method-assign]
-
-        def cancel() -> None:
-            while not stop.wait(0.0005):
-                backend.cancel()
-
-        canceller = threading.Thread(target=cancel)
-        if disturb:
-            canceller.start()
-        sequences = [engine.enqueue(engine.prepare(p, q)) for p, q in zip(prompts, params, strict=True)]
-        try:
-            while engine.has_work:
-                engine.step()
-        finally:
-            stop.set()
-            if disturb:
-                canceller.join()
-        assert {sequence.finish_reason for sequence in sequences} == {"length"}
-        assert engine.scheduler.pool.n_available == engine.scheduler.pool.n_pages
-        backend.close()
-        return [sequence.tokens for sequence in sequences], n_cancelled
-
-    expected, _ = answers(False)
-
-    def is_cancelled() -> bool:
-        found, n_cancelled = answers(True)
-        assert found == expected
-        return n_cancelled > 0
-
-    until(is_cancelled)
-
-
-def test_close_ends_the_work_of_another_thread(tmp_path: Path) -> None:
-    from byte_models import write_model
-
-    model = hotset.load(write_model(tmp_path / "m.gguf"), n_ctx=256, n_threads=2)
-    began = threading.Event()
-    reasons: list[Any] = []
-
-    def ask() -> None:
-        try:
-            for i in range(10_000):
-                for chunk in model.stream("hello", seed=i, max_tokens=200, ignore_eos=True):
-                    began.set()
-                    reasons.append(chunk.finish_reason)
-        except hotset.InvalidRequestError as error:
-            reasons.append(str(error))
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    assert began.wait(WATCHDOG)
-    model.close()
-    thread.join(WATCHDOG)
-    assert not thread.is_alive()
-    assert "cancelled" in reasons[-2:]
-    assert reasons[-1] == "cancelled" or "has been closed" in reasons[-1]
 
 
 # ---- processes

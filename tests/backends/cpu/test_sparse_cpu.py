@@ -20,12 +20,12 @@ from hotset.model.config import config_from_gguf
 
 
 def assert_exact_is_dense(gguf: GGUFFile) -> None:
-    ids, pages = tokens(40), [2, 0]
-    expected = logits_of(cpu(gguf, "dense", n_threads=1), ids, [], pages)
+    ids, blocks = tokens(40), [2, 0]
+    expected = logits_of(cpu(gguf, "dense", n_threads=1), ids, [], blocks)
     for n_threads in (1, 2):
         exact = cpu(gguf, "exact", n_threads=n_threads)
         for splits in ([], ONE_BY_ONE, [3, 8, 25, 39]):
-            np.testing.assert_array_equal(logits_of(exact, ids, splits, pages), expected)
+            np.testing.assert_array_equal(logits_of(exact, ids, splits, blocks), expected)
     stats = exact.stats()
     assert stats is not None
     rows = stats.up_rows if stats.gate_rows.any() else stats.down_rows
@@ -48,13 +48,13 @@ def test_exact_is_dense_where_most_neurons_fire(tmp_path: Path, model: str, type
     gate = np.outer(rng.uniform(0.5, 1.5, N_FF), rng.standard_normal(64))  # equal signs for one token
     gate[::9] = rng.standard_normal(gate[::9].shape)
     gguf = write(tmp_path, model, type_, replaced={f"blk.{i}.ffn_gate": gate for i in range(2)})
-    ids, pages = tokens(12), [2]
+    ids, blocks = tokens(12), [2]
     exact = cpu(gguf, "exact")
-    found = logits_of(exact, ids, ONE_BY_ONE, pages)
-    np.testing.assert_array_equal(found, logits_of(cpu(gguf, "dense"), ids, [], pages))
+    found = logits_of(exact, ids, ONE_BY_ONE, blocks)
+    np.testing.assert_array_equal(found, logits_of(cpu(gguf, "dense"), ids, [], blocks))
     read = []
     for i in range(len(ids)):
-        exact.step(batch([(ids[i : i + 1], i, pages)]))
+        exact.step(batch([(ids[i : i + 1], i, blocks)]))
         stats = exact.stats()
         assert stats is not None
         read.append(stats.up_rows / N_FF)
@@ -96,7 +96,7 @@ def test_the_reference_agrees(tmp_path: Path, model: str, mode: str, dialect: An
     found = logits_of(backend, ids, [7, 8, 9], [0])
     every = batch([(ids, 0, [0])], tuple(value.name for value in graph.values))
     tapped = backend.step(every)
-    Oracle(ready.weights, graph, n_pages=8, kv_type="f32").check(every, tapped)
+    Oracle(ready.weights, graph, n_blocks=8, kv_type="f32").check(every, tapped)
     np.testing.assert_array_equal(tapped.logits, found)
 
 
@@ -113,12 +113,12 @@ def test_predicted_is_the_masked_reference(
     assert len(names) == 2
     found = step(engine, ids, names)
     scores = dict(found.taps)
-    reference = Replayed(ready.weights, graph, n_pages=1, scores=scores)
+    reference = Replayed(ready.weights, graph, n_blocks=1, scores=scores)
     step(reference, ids, ())
     # Check every operation. With all of them tapped nothing is fused, and the logits are the same.
     every = batch([(ids, 0, [0])], tuple(value.name for value in graph.values))
     tapped = cpu(gguf, "predicted", predictor, kv_type="f32").step(every)
-    Oracle(ready.weights, graph, n_pages=1, kv_type="f32").check(every, tapped)
+    Oracle(ready.weights, graph, n_blocks=1, kv_type="f32").check(every, tapped)
     np.testing.assert_array_equal(tapped.logits, found.logits)
     stats, expected = engine.stats(), reference.stats()
     assert stats is not None
@@ -190,8 +190,8 @@ def test_a_token_does_not_depend_on_its_neighbours(
 ) -> None:
     gguf = write(tmp_path, model, type_)
     parts = [(tokens(n, seed=n), [n % 8]) for n in (1, 2, 3, 5)]
-    alone = [logits_of(cpu(gguf, mode, n_threads=1), ids, [], pages) for ids, pages in parts]
-    together = cpu(gguf, mode).step(batch([(ids, 0, pages) for ids, pages in parts])).logits
+    alone = [logits_of(cpu(gguf, mode, n_threads=1), ids, [], blocks) for ids, blocks in parts]
+    together = cpu(gguf, mode).step(batch([(ids, 0, blocks) for ids, blocks in parts])).logits
     np.testing.assert_array_equal(together, np.concatenate(alone))
 
 
@@ -225,7 +225,7 @@ def test_statistics_equal_the_reference(tmp_path: Path) -> None:
     gguf, ids = write(tmp_path, "llama"), tokens(30)
     for mode in ("dense", "exact", "predicted"):
         ready, graph = prepared(gguf, mode)
-        reference = ReferenceBackend(ready.weights, graph, n_pages=1, kv_type="f32")
+        reference = ReferenceBackend(ready.weights, graph, n_blocks=1, kv_type="f32")
         engine = cpu(gguf, mode, kv_type="f32")
         at = 0
         for n in (10, 1, 1, 18):

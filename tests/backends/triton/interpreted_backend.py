@@ -71,8 +71,8 @@ def main(folder: Path, *names: str) -> None:
         }  # fmt: skip
         gguf = open_gguf(write_relu(folder / f"{name}.gguf", **options))
         ready, graph = prepared(gguf, mode, predictor)
-        expected = logits_of(ReferenceBackend(ready.weights, graph, n_pages=2), ids, [], [1, 0])
-        given: Any = {"n_pages": 2, "max_batch": 16}
+        expected = logits_of(ReferenceBackend(ready.weights, graph, n_blocks=2), ids, [], [1, 0])
+        given: Any = {"n_blocks": 2, "max_batch": 16}
         backend: GpuBackend | GpuStage
         if name.endswith(SPLIT):
             hot = {0: np.arange(N_FF) % 3 == 0}
@@ -110,7 +110,7 @@ def fused_by_the_kernels(folder: Path) -> float:
     )
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     ids = tokens(13)
-    expected = logits_of(ReferenceBackend(gguf, graph, n_pages=2), ids, [], [1, 0])
+    expected = logits_of(ReferenceBackend(gguf, graph, n_blocks=2), ids, [], [1, 0])
     launched: list[str] = []
     before = launch.launch
 
@@ -119,7 +119,7 @@ def fused_by_the_kernels(folder: Path) -> float:
         before(kernel, *args, **options)
 
     with patch.object(triton_kernels, "MATVEC_PROGRAMS", 1), patch.object(launch, "launch", note):
-        backend = gpu(gguf, graph, n_pages=2, max_batch=16)
+        backend = gpu(gguf, graph, n_blocks=2, max_batch=16)
         found = run(backend, [9, 11, 12], ids)
     layer = ["_project_heads_kernel", "_attention_kernel", *["_matvec_kernel"] * 3]
     once = ["_norm_kernel", "_angles_kernel"], ["_norm_kernel", "_matvec_kernel"]

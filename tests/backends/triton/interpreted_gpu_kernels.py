@@ -277,12 +277,12 @@ def test_heads_are_projected_rotated_and_stored(
     angles = fallback.angles(positions, rope)
     results = []
     for ops, entering, matrix_ in ((kernels, h, m), (fallback, *as_multiplied(given, m))):
-        k_pages, v_pages = cache.k.clone(), cache.v.clone()
+        k_blocks, v_blocks = cache.k.clone(), cache.v.clone()
         q = ops.project_heads(
-            entering, matrix_, bias, angles, k_pages, v_pages, t(cache.tables), sequences, positions,
+            entering, matrix_, bias, angles, k_blocks, v_blocks, t(cache.tables), sequences, positions,
             n_head=n_head, kind=kind,
         )  # fmt: skip
-        results.append((q, k_pages, v_pages))
+        results.append((q, k_blocks, v_blocks))
     magnitude = 2 * (given.abs() @ t(np.abs(w).T).float() + bias.abs()).max()
     for found, expected in zip(*results, strict=True):
         unit = 0.0 if found.dtype == torch.float32 else 2.0**-10 / EPS / n_cols
@@ -787,18 +787,18 @@ def test_attention(
         )
     stored = []
     for ops in (kernels, fallback):
-        k_pages, v_pages = cache.k.clone(), cache.v.clone()
+        k_blocks, v_blocks = cache.k.clone(), cache.v.clone()
         turned = ops.rotate_store(
-            q, k, v, cos_sin, k_pages, v_pages, tables, sequences, positions,
+            q, k, v, cos_sin, k_blocks, v_blocks, tables, sequences, positions,
             n_head=n_head, kind=rope or "norm", q_norm=norm, k_norm=norm, eps=1e-5,
         )  # fmt: skip
-        stored.append((turned, k_pages, v_pages))
+        stored.append((turned, k_blocks, v_blocks))
     for found, expected in zip(*stored, strict=True):
         unit = EPS if found.dtype == torch.float32 else 2.0**-10  # a rounding to f16 may fall either way
         assert torch.equal(found.isnan(), expected.isnan())
         assert (found - expected).abs().nan_to_num().max() <= 64 * unit * expected.nan_to_num().abs().max()
 
-    turned, k_pages, v_pages = stored[1]
+    turned, k_blocks, v_blocks = stored[1]
     if last == 1:  # also pass a token of padding
         sequences, positions = torch.cat([sequences, sequences[:1]]), torch.cat([positions, positions[:1]])
         tables = torch.cat([tables, torch.full_like(tables[:1], -1)])
@@ -806,7 +806,7 @@ def test_attention(
         turned = torch.cat([turned, turned[:1]])
     found, expected = (
         ops.attention(
-            turned, k_pages, v_pages, tables, sequences, positions, n_head=n_head, scale=0.3, window=window,
+            turned, k_blocks, v_blocks, tables, sequences, positions, n_head=n_head, scale=0.3, window=window,
             softcap=0.5 if rope == "norm" else 0.0,
         )
         for ops in (kernels, fallback)
@@ -814,8 +814,8 @@ def test_attention(
     if last == 1:
         assert not found[-1].any()
     # Scores are sums of dim products, and their errors go through exp into the weights of the values.
-    reach = 0.3 * turned.norm(dim=1).max() * k_pages.float().nan_to_num().abs().max() * dims[0] ** 0.5
-    agree(found, expected, (1 + reach) * v_pages.float().nan_to_num().abs().max(), dims[0] + max(lengths))
+    reach = 0.3 * turned.norm(dim=1).max() * k_blocks.float().nan_to_num().abs().max() * dims[0] ** 0.5
+    agree(found, expected, (1 + reach) * v_blocks.float().nan_to_num().abs().max(), dims[0] + max(lengths))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from compiled_kernels import MAX_SHARED, TARGETS, compiled, longest_loop, resour
 from gpu_inputs import new, weights
 from triton.backends.compiler import GPUTarget
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.triton import experts_kernel, matrix, spin_kernel
 from hotset.backends.triton import triton_kernels as kernels
 from hotset.backends.triton.fallback import ANGLE_STEP, N_COUNTS, RopeTable, TokenThreshold
@@ -41,7 +41,7 @@ each_target = pytest.mark.parametrize(
     "target", [pytest.param(name, marks=() if name == "sm_90" else pytest.mark.slow) for name in CHOSEN]
 )
 IS_3_6 = triton.__version__.startswith("3.6.")
-D, N_FF, N_PAGES = 4096, 11008, 64
+D, N_FF, N_BLOCKS = 4096, 11008, 64
 F16, Q4_0 = GGMLType.F16, GGMLType.Q4_0
 
 
@@ -55,19 +55,19 @@ def decode_step() -> None:
     counts = new(N_COUNTS, dtype=torch.int64)
     kernels.sparse_ffn(new(1, D), up, up, up, activation="relu", selected=bits, counts=counts)
     kernels.rms_norm(new(1, D), new(D), 1e-5)
-    pages = new(N_PAGES, 8, 64, 128, dtype=torch.float16)
-    table, one = new(1, N_PAGES, dtype=torch.int32), new(1, dtype=torch.int32)
+    blocks = new(N_BLOCKS, 8, 64, 128, dtype=torch.float16)
+    table, one = new(1, N_BLOCKS, dtype=torch.int32), new(1, dtype=torch.int32)
     rope = RopeTable("neox", 128, new(2, ANGLE_STEP, 64), new(2, 16, 64))
     kernels.rotate_store(
-        new(1, D), new(1, 1024), new(1, 1024), kernels.angles(one, rope), pages, pages, table, one, one,
+        new(1, D), new(1, 1024), new(1, 1024), kernels.angles(one, rope), blocks, blocks, table, one, one,
         n_head=32, kind="neox",
     )  # fmt: skip
-    kernels.attention(new(1, D), pages, pages, table, one, one, n_head=32, scale=0.1)
+    kernels.attention(new(1, D), blocks, blocks, table, one, one, n_head=32, scale=0.1)
     kernels.largest(new(1, 32000))
     kernels.gated(new(1, D), weights(Q4_0, 2 * N_FF, D), activation="silu")
     _, h = kernels.linear_normed(new(1, D), weights(Q4_0, D, D), None, new(1, D), new(D), 1e-5)
     kernels.project_heads(
-        h, weights(Q4_0, 6144, D), None, new(2, 1, 64), pages, pages, table, one, one, n_head=32, kind="neox"
+        h, weights(Q4_0, 6144, D), None, new(2, 1, 64), *[blocks] * 2, table, one, one, n_head=32, kind="neox"
     )
 
 
@@ -76,10 +76,10 @@ def prompt_step() -> None:
     up = weights(Q4_0, N_FF, D)
     bits, counts = new(64, N_FF // 8, dtype=torch.uint8), new(N_COUNTS, dtype=torch.int64)
     kernels.sparse_ffn(new(64, D), up, up, up, activation="relu", selected=bits, counts=counts)
-    table, tokens = new(1, N_PAGES, dtype=torch.int32), new(64, dtype=torch.int32)
+    table, tokens = new(1, N_BLOCKS, dtype=torch.int32), new(64, dtype=torch.int32)
     for n_head_kv in (32, 8):
-        pages = new(N_PAGES, n_head_kv, 64, 128, dtype=torch.float16)
-        kernels.attention(new(64, D), pages, pages, table, tokens, tokens, n_head=32, scale=0.1)
+        blocks = new(N_BLOCKS, n_head_kv, 64, 128, dtype=torch.float16)
+        kernels.attention(new(64, D), blocks, blocks, table, tokens, tokens, n_head=32, scale=0.1)
 
 
 def heads_step(
@@ -88,8 +88,8 @@ def heads_step(
     """Return a launcher of attention for prompts and tokens: heads of dim and dim_v, `group` per KV head."""
 
     def run() -> None:
-        k, v = (new(N_PAGES, 2, 64, width, dtype=dtype) for width in (dim, dim_v))
-        table, n_head = new(1, N_PAGES, dtype=torch.int32), 2 * group
+        k, v = (new(N_BLOCKS, 2, 64, width, dtype=dtype) for width in (dim, dim_v))
+        table, n_head = new(1, N_BLOCKS, dtype=torch.int32), 2 * group
         for n in tokens:
             at = new(n, dtype=torch.int32)
             kernels.attention(
@@ -261,10 +261,10 @@ def small_tiles() -> None:
     heads_step(16, 8, 1, torch.float32, (1,))()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "MATVEC_PROGRAMS", 1)
-        m, pages, at = weights(Q4_0, 64, 64), new(2, 1, 64, 16), new(1, dtype=torch.int32)
+        m, blocks, at = weights(Q4_0, 64, 64), new(2, 1, 64, 16), new(1, dtype=torch.int32)
         _, h = kernels.linear_normed(new(1, 64), m, None, None, new(64), 1e-5)
         kernels.gated(h, m, activation="silu")
-        given = new(2, 1, 4), pages, pages, new(1, 2, dtype=torch.int32), at, at
+        given = new(2, 1, 4), blocks, blocks, new(1, 2, dtype=torch.int32), at, at
         kernels.project_heads(h, m, None, *given, n_head=2, kind="norm")
 
 
@@ -286,11 +286,11 @@ def many_numbers() -> None:
     bits, up = new(n, ROW // 8, dtype=torch.uint8), weights(Q4_0, ROW, ROW)
     kernels.sparse_ffn(x, up, up, up, activation="relu", selected=bits)
     for dim, dtype in ((128, torch.float16), (512, torch.float32)):  # with 512 each token attends separately
-        pages = new(40_000, 8, 64, dim, dtype=dtype)
+        blocks = new(40_000, 8, 64, dim, dtype=dtype)
         q, k = new(n, heads * dim), new(n, 8 * dim)
         cos_sin = new(2, n, dim // 2)
-        q = kernels.rotate_store(q, k, k, cos_sin, pages, pages, table, at, at, n_head=heads)
-        kernels.attention(q, pages, pages, table, at, at, n_head=heads, scale=0.1)
+        q = kernels.rotate_store(q, k, k, cos_sin, blocks, blocks, table, at, at, n_head=heads)
+        kernels.attention(q, blocks, blocks, table, at, at, n_head=heads, scale=0.1)
     ids, slots = [new(size, dtype=torch.int32) for size in (n, 128, 128, 128)], new(n, dtype=torch.int32)
     for type_ in (F16, Q4_0):
         m = weights(type_, MANY, ROW)
@@ -544,7 +544,7 @@ def test_a_tile_of_attention_fits_every_device(target: str) -> None:
             for tile in tiles if prompt is None else [prompt, *tiles]:
                 assert tile.shared <= most
                 assert tile.queries >= 16 <= tile.positions
-                assert PAGE_SIZE % tile.positions == 0
+                assert BLOCK_SIZE % tile.positions == 0
 
 
 @each_target

@@ -9,9 +9,9 @@ from cases import quick_are
 from gpu_runs import gpu
 from hybrid_runs import chain
 from transformers_oracle import (
+    BLOCKS_EACH,
     LENGTHS,
     N_CTX,
-    PAGES_EACH,
     PLANS,
     RECIPES,
     TOLERANCE,
@@ -40,7 +40,7 @@ def test_logits_match_transformers(recipe: Any, plan: str) -> None:
     graph = describe(config_from_gguf(gguf).for_context(N_CTX), gguf.tensors)
 
     def opened() -> Backend:
-        given: Any = {"n_pages": PAGES_EACH * len(LENGTHS), "max_batch": 256}
+        given: Any = {"n_blocks": BLOCKS_EACH * len(LENGTHS), "max_batch": 256}
         if any(ffn.route is not None for ffn in graph.ffns):
             placement = Placement(("simulated",), (LayerPlacement(0),) * graph.n_layer, 0)
             return chain(placement, gguf, graph, n_threads=1, expert_slots=7, **given)

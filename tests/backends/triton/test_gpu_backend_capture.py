@@ -39,14 +39,14 @@ def test_captured_steps_read_only_fixed_addresses(tmp_path: Path, model: str) ->
     plain = gpu(ready.weights, graph)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 96, (3, 90)).astype(np.int32)
-    pages = [[4, 1], [0, 7], [2, 6]]
+    blocks = [[4, 1], [0, 7], [2, 6]]
     for backend in (captured, plain):
-        backend.step(batch([(ids[i, :60], 0, pages[i]) for i in range(1)]))
-        backend.step(batch([(ids[i, :20], 0, pages[i]) for i in range(1, 3)]))
+        backend.step(batch([(ids[i, :60], 0, blocks[i]) for i in range(1)]))
+        backend.step(batch([(ids[i, :20], 0, blocks[i]) for i in range(1, 3)]))
     places = [60, 20, 20]
     for step in range(16):
         who = [[0], [0, 1, 2], [2, 1], [1, 2, 0]][step % 4]  # enters a KV block, changes rows of tables
-        parts = [(ids[i, places[i] : places[i] + 1], places[i], pages[i]) for i in who]
+        parts = [(ids[i, places[i] : places[i] + 1], places[i], blocks[i]) for i in who]
         for i in who:
             places[i] += 1
         found, expected = captured.step(batch(parts)), plain.step(batch(parts))
@@ -62,11 +62,11 @@ def test_captured_steps_give_the_outputs_that_are_wanted(tmp_path: Path) -> None
     ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
     recorder = Recorder()
     captured = gpu(ready.weights, graph, capture=recorder)
-    expected = logits_of(ReferenceBackend(ready.weights, graph, n_pages=1), tokens(4), [], [0])
+    expected = logits_of(ReferenceBackend(ready.weights, graph, n_blocks=1), tokens(4), [], [0])
     whole = batch([(tokens(4), 0, [0])])
     for wanted in ([0, 1, 2, 3], [1, 3], [2], []):
         part = type(whole)(
-            whole.tokens, whole.positions, whole.sequences, whole.page_tables, np.array(wanted, np.int32)
+            whole.tokens, whole.positions, whole.sequences, whole.block_tables, np.array(wanted, np.int32)
         )
         found = captured.step(part).logits
         assert found.shape == (len(wanted), 96)
@@ -252,7 +252,7 @@ def test_numbers_of_a_step_are_not_overwritten_before_they_are_copied() -> None:
         seen.append(
             (
                 inputs.positions[:3].tolist(),
-                inputs.page_tables[0, :1].tolist(),
+                inputs.block_tables[0, :1].tolist(),
                 inputs.vectors[0][0, 0].item(),
             )
         )
@@ -266,7 +266,7 @@ def test_numbers_of_a_step_are_not_overwritten_before_they_are_copied() -> None:
     assert seen == [([3 * i, 3 * i + 1, 3 * i + 2], [i], float(i)) for i in range(3)]
 
 
-def test_page_tables_are_copied_when_they_change() -> None:
+def test_block_tables_are_copied_when_they_change() -> None:
     copies = LateCopies()
     inputs = StepInputs(8, 4, {0: 16}, torch.device("cpu"), copies)  # type: ignore[arg-type]
 
@@ -282,9 +282,9 @@ def test_page_tables_are_copied_when_they_change() -> None:
     assert [filled(one, two), filled(one, two), filled(one), filled(two, one)] == [2, 1, 1, 2]
     assert inputs.sequences[:3].tolist() == [0, 0, 1]
     assert inputs.positions[:3].tolist() == [70, 71, 3]
-    assert inputs.page_tables[:2, :2].tolist() == [[1, 3], [2, -1]]
+    assert inputs.block_tables[:2, :2].tolist() == [[1, 3], [2, -1]]
     assert filled((tokens(1), 64, [2, 5])) == 2
-    assert inputs.page_tables[0, :2].tolist() == [2, 5]
+    assert inputs.block_tables[0, :2].tolist() == [2, 5]
 
 
 def test_the_largest_logits_of_groups_come_with_the_logits(tmp_path: Path) -> None:

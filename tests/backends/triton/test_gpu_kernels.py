@@ -11,7 +11,7 @@ from gpu_inputs import EPS, FLOATS, K_TYPES, Cache, input_major, matrix, randn, 
 from make_blocks import random_blocks
 
 from hotset.backends import reference
-from hotset.backends.base import LOGIT_GROUP, PAGE_SIZE, Batch
+from hotset.backends.base import BLOCK_SIZE, LOGIT_GROUP, Batch
 from hotset.backends.torch import functions
 from hotset.backends.triton import fallback, launch
 from hotset.backends.triton.fallback import RopeTable
@@ -22,7 +22,7 @@ from hotset.formats import planes
 from hotset.formats.channels import can_be_input_major_on_device as can_be_input_major
 from hotset.formats.quants import DECODABLE, GGMLType, dequantize, row_bytes
 from hotset.model.graph import Graph
-from hotset.model.operations import Attention, Rope, Rotate, Value
+from hotset.model.operations import Attention, Mask, Rope, Rotate, Value
 
 each_type = pytest.mark.parametrize("type_", SUPPORTED, ids=lambda t: t.name)
 
@@ -183,24 +183,11 @@ def test_sparse_ffn(share: float, gated: bool, kind: str, up_kind: str | None) -
     assert counts.tolist() == [chosen.sum(), active.sum(), *rows, 0]
 
 
-def test_unselected_rows_are_not_read() -> None:
-    """Check that unselected rows are not read: they are NaN."""
-    n, d = 64, 32
-    data = np.full((n, d), np.nan, np.float32)
-    data[::4] = randn(n // 4, d)
-    m = DeviceMatrix.from_bytes(data.view(np.uint8).reshape(-1), GGMLType.F32, n, d, "cpu")
-    bits = np.packbits(np.arange(n) % 4 == 0, bitorder="little")[None]
-    y = fallback.sparse_ffn(
-        torch.from_numpy(randn(1, d)), m, m, m, activation="relu", selected=torch.from_numpy(bits)
-    )
-    assert torch.isfinite(y).all()
-
-
 @pytest.mark.parametrize(("n_scored", "first"), [(1, 0), (24, 8), (29, 3), (64, 0)])
 def test_bits_equal_a_mask(n_scored: int, first: int) -> None:
     scores = randn(3, n_scored)
     scores[0, 0] = np.nan
-    mask = reference.Mask(*[Value(i, n_scored + first, "x") for i in range(3)], 0.25, first)
+    mask = Mask(*[Value(i, n_scored + first, "x") for i in range(3)], 0.25, first)
     expected = reference.selected(mask, scores)
     bits = fallback.pack_bits(torch.from_numpy(scores), 0.25, first)
     assert np.array_equal(bits.numpy(), np.packbits(expected, axis=1, bitorder="little"))
@@ -319,7 +306,7 @@ def test_attention_equals_the_reference(
         softcap=softcap, layer=0,
     )  # fmt: skip
     oracle = reference.ReferenceBackend(
-        SimpleNamespace(tensors={}), Graph([op], values), n_pages=len(cache.k),
+        SimpleNamespace(tensors={}), Graph([op], values), n_blocks=len(cache.k),
         kv_type="f16" if dtype == torch.float16 else "f32",
     )  # fmt: skip
     none = np.zeros(n, np.int32)
@@ -338,14 +325,14 @@ def test_attention_equals_the_reference(
     assert np.abs(found.numpy() - expected).max() < 200 * EPS * np.abs(v).max()
 
 
-def test_a_token_without_a_page_stores_nothing_and_sees_nothing() -> None:
-    k_pages = torch.zeros(1, 1, PAGE_SIZE, 8)
+def test_a_token_without_a_block_stores_nothing_and_sees_nothing() -> None:
+    k_blocks = torch.zeros(1, 1, BLOCK_SIZE, 8)
     tables = torch.tensor([[-1]], dtype=torch.int32)
     zero = torch.zeros(1, dtype=torch.int32)
     x = torch.ones(1, 8)
-    fallback.store_kv(x, x, k_pages, k_pages, tables, zero, zero)
-    assert not k_pages.any()
-    assert not fallback.attention(x, k_pages, k_pages, tables, zero, zero, n_head=1, scale=1.0).any()
+    fallback.store_kv(x, x, k_blocks, k_blocks, tables, zero, zero)
+    assert not k_blocks.any()
+    assert not fallback.attention(x, k_blocks, k_blocks, tables, zero, zero, n_head=1, scale=1.0).any()
 
 
 # ---- who computes --------------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ def test_no_step_needs_a_kernel_that_was_not_compiled_at_load(
         for kernel, variants in launched.items():
             assert variants <= warm.get(kernel, set()), (name, kernel, variants - warm.get(kernel, set()))
 
-    given = {"n_pages": 2, "max_batch": n}
+    given = {"n_blocks": 2, "max_batch": n}
     for model_, mode, predictor in (("bamboo", "exact", None), ("opt", "predicted", "svd:32")):
         folder = tmp_path / model_
         folder.mkdir()
@@ -478,12 +478,12 @@ def test_a_grid_has_room_for_any_number_of_tokens(launched: dict[str, set[Any]])
     triton_kernels.linear(x, m)
     triton_kernels.linear_bits(x, m, None, 0.0)
     triton_kernels.sparse_ffn(x, m, m, m, activation="relu", counts=counts)
-    pages, table = new(4, 2, 64, 64, dtype=torch.float16), new(1, 4, dtype=torch.int32)
+    blocks, table = new(4, 2, 64, 64, dtype=torch.float16), new(1, 4, dtype=torch.int32)
     cos_sin = triton_kernels.angles(tokens_, RopeTable("neox", 64, new(2, ANGLE_STEP, 32), new(2, 16, 32)))
     q = triton_kernels.rotate_store(
-        new(n, 128), new(n, 128), new(n, 128), cos_sin, pages, pages, table, tokens_, tokens_, n_head=2
+        new(n, 128), new(n, 128), new(n, 128), cos_sin, blocks, blocks, table, tokens_, tokens_, n_head=2
     )
-    triton_kernels.attention(q, pages, pages, table, tokens_, tokens_, n_head=2, scale=0.1)
+    triton_kernels.attention(q, blocks, blocks, table, tokens_, tokens_, n_head=2, scale=0.1)
     value = Value(0, 1, "x")
     slots = torch.zeros((n, 2), dtype=torch.int32)
     experts_kernel.experts(

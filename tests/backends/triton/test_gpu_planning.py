@@ -35,14 +35,10 @@ from hotset.placement.problem import PlacementProblem
 from hotset.placement.table import Budget, Device, DeviceRates, LayerPlacement, Placement, Rates
 from hotset.sparsity.modes import choose, prepare
 
+pytestmark = pytest.mark.usefixtures("home")
+
 MIB = 1 << 20
 SHAPE: dict[str, Any] = {"n_embd": 64, "n_ff": 512, "ranks": (32, 32, 32)}
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 # -- budgets -------------------------------------------------------------------------------------
@@ -81,7 +77,7 @@ def test_a_device_never_holds_more_than_was_planned(
         choice = choose(config, gguf.tensors)
         prepared = prepare(gguf, config, choice)
         graph = describe(config, prepared.weights.tensors, prepared.predictor)
-        options: dict[str, Any] = {"n_pages": 3, "max_batch": 128, "kv_type": "f16"}
+        options: dict[str, Any] = {"n_blocks": 3, "max_batch": 128, "kv_type": "f16"}
         facts = model_facts(graph, prepared.weights.tensors, mode=choice.mode, **options)
         masks = [rng.random(n_ff) < hot_share for n_ff in config.n_ff]
         places = tuple(LayerPlacement(0, mask) for mask in masks)
@@ -120,7 +116,7 @@ def test_a_dense_model_is_counted_too(tmp_path: Path) -> None:
     with open_gguf(path) as gguf:
         config = config_from_gguf(gguf)
         graph = describe(config, gguf.tensors)
-        options: dict[str, Any] = {"n_pages": 2, "max_batch": 64, "kv_type": "f16"}
+        options: dict[str, Any] = {"n_blocks": 2, "max_batch": 64, "kv_type": "f16"}
         facts = model_facts(graph, gguf.tensors, mode="dense", **options)
         assert [layer.n_split for layer in facts.layers] == [0] * config.n_layer
         backend = open_gpu(gguf, graph, "simulated", BackendOptions(**options))
@@ -143,7 +139,7 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert measuring.measure("xpu", n_threads=1, path=path) == known
     assert len(calls) == 1
     measuring.measure("xpu", n_threads=2, path=path)  # another number of threads counts as another machine
-    measuring.measure("xpu", n_threads=1, path=path, anew=True)
+    measuring.measure("xpu", n_threads=1, path=path, again=True)
     assert len(calls) == 3
     assert len(json.loads(path.read_text())) == 2
     path.write_text("{")  # damaged: measured again
@@ -336,7 +332,7 @@ def test_moe_budget_counts_experts_once(tmp_path: Path, one_by_one: bool) -> Non
     )  # fmt: skip
     with open_gguf(path) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
-        facts = model_facts(graph, gguf.tensors, mode="dense", kv_type="f16", n_pages=1, max_batch=1)
+        facts = model_facts(graph, gguf.tensors, mode="dense", kv_type="f16", n_blocks=1, max_batch=1)
         for i, layer in enumerate(facts.layers):
             own = {name: info for name, info in gguf.tensors.items() if name.startswith(f"blk.{i}.")}
             experts = {name for name in own if re.search(r"_exps\.|\.ffn_(gate|up|down)\.\d", name)}

@@ -51,7 +51,7 @@ def both(
     **options: Any,
 ) -> tuple[CpuBackend, ChainBackend]:
     ready, graph = prepared(gguf, mode)
-    given: dict[str, Any] = {"n_pages": 8, "max_batch": 48, "kv_type": kv_type, "n_threads": n_threads}
+    given: dict[str, Any] = {"n_blocks": 8, "max_batch": 48, "kv_type": kv_type, "n_threads": n_threads}
     sparse = mode != "dense"
     hybrid = chain(placement, ready.weights, graph, sparse=sparse, **given, **options)
     return cpu_backend(ready.weights, graph, sparse=sparse, **given), hybrid
@@ -380,25 +380,4 @@ def test_each_layer_is_submitted_and_collected_once(
         said.clear()
         within(120, lambda n=n: hybrid.step(batch([(tokens(n), 0, [0])], taps)))
         assert said == [("submit", 0), ("collect", 0), ("submit", 1), ("collect", 1)]
-    within(120, hybrid.close)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n_threads", [1, 2])
-def test_many_random_steps(tmp_path: Path, n_threads: int) -> None:
-    """Run 300 steps of random batches: none hangs, and equal steps give equal bits."""
-    gguf = write(tmp_path, "bamboo")
-    _, hybrid = both(gguf, "predicted", split(0.3, devices=[0, 1]), n_threads=n_threads)
-    rng = np.random.default_rng(n_threads)
-    known: dict[tuple[int, ...], np.ndarray] = {}
-
-    def steps() -> None:
-        for _ in range(300):
-            sizes = tuple(int(n) for n in rng.integers(1, 4, rng.integers(1, 3)))
-            parts = [(tokens(n, seed=n), 0, [i]) for i, n in enumerate(sizes)]
-            found = hybrid.step(batch(parts)).logits
-            np.testing.assert_array_equal(found, known.setdefault(sizes, found.copy()))
-
-    within(240, steps)
-    assert len(known) == 12
     within(120, hybrid.close)

@@ -65,7 +65,8 @@ def chains(
     """Yield the engine without a budget, then with the least budget plus each share of its useful rest."""
     graph, files = described(gguf, mode)
     given: dict[str, Any] = {
-        "n_pages": 8, "max_batch": 48, "kv_type": "f32", "n_threads": 2, "sparse": mode != "dense", **options,
+        "n_blocks": 8, "max_batch": 48, "kv_type": "f32", "n_threads": 2, "sparse": mode != "dense",
+        **options,
     }  # fmt: skip
     yield chain(placement, files, graph, **given), None
     part = host_part(placement, graph)
@@ -164,7 +165,7 @@ def test_a_model_that_is_wholly_on_a_device_leaves_its_embedding(tmp_path: Path)
     gguf = write(tmp_path, "bamboo", T.Q8_0)
     ready, graph = prepared(gguf, "exact")
     placement, ids = whole([0, 0]), tokens(20)
-    options = BackendOptions(n_pages=8, max_batch=48, kv_type="f32", sparse=True)
+    options = BackendOptions(n_blocks=8, max_batch=48, kv_type="f32", sparse=True)
     expected = logits_of(open_placed(placement, ready.weights, graph, options), ids, [], [2])
     part, use = host_part(placement, graph), Use(sparse=True, step=48)
     sizes = sizes_of(part.graph, ready.weights.tensors, use)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from cases import quick_are
 from transformers_oracle import (
+    BLOCKS_EACH,
     LENGTHS,
     N_CTX,
-    PAGES_EACH,
     PLANS,
     RECIPES,
     TOLERANCE,
@@ -47,7 +47,7 @@ def test_logits_match_transformers(recipe: Any) -> None:
     graph = describe(config_from_gguf(gguf).for_context(N_CTX), gguf.tensors)
     n = len(LENGTHS)
     assert not any(missing_kernel(op, gguf.tensors, "f16") for op in graph.primitives)
-    backend = vulkan(gguf, graph, n_pages=PAGES_EACH * n, n_states=2 * n, max_batch=256)
+    backend = vulkan(gguf, graph, n_blocks=BLOCKS_EACH * n, n_states=2 * n, max_batch=256)
     found = run(backend, sequences, PLANS["mixed"])
     for i in range(len(sequences)):
         assert relative_error(found[i], expected[i]) < TOLERANCE, f"sequence {i}"

@@ -21,7 +21,7 @@ from tiny_gguf import write_llama
 from vulkan_runs import stage_of, validated, vulkan
 
 import hotset
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.vulkan.backend import WholeVulkan
 from hotset.backends.vulkan.memory import BufferRange
 from hotset.backends.vulkan.pipelines import open_device
@@ -98,7 +98,7 @@ def test_weights_are_loaded_once(tmp_path: Path) -> None:
         assert answers(model) == expected
         assert model.thread.counters().accepted_tokens > 0
         assert isinstance(model.backend, WholeVulkan)
-        theirs, ours = (stage.matrices.matrices for stage in model.backend.stage.opened.stages)
+        theirs, ours = (stage.matrices.kept for stage in model.backend.stage.opened.stages)
         assert {key for key in theirs if ours.get(key) is theirs[key]} == set(theirs)
         assert {"svd_a", "svd_b"} == {str(key[0]).split(".")[2] for key in ours.keys() - theirs.keys()}
 
@@ -146,7 +146,7 @@ def test_blocks_on_disk(
         with hotset.load(path, **how) as model:
             assert model.generate(prompt, **kind).tokens == expected
             restored.append(model.thread.counters().restored_tokens)
-    assert restored == [0, 2 * PAGE_SIZE]
+    assert restored == [0, 2 * BLOCK_SIZE]
     on_cpu = {key: value for key, value in how.items() if key != "device"} | {"device": "cpu"}
     with hotset.load(path, **on_cpu) as model:
         model.generate(prompt, **kind)
@@ -186,7 +186,7 @@ def test_session_needs_the_whole_model(tmp_path: Path) -> None:
         session_files(model, "--session")
 
 
-def test_a_thread_copies_pages_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_copies_blocks_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that only one thread at a time uses the device, for steps and for copies."""
     path, ids = write_llama(tmp_path / "model.gguf"), tokens(70)
     with open_gguf(path) as gguf:
@@ -203,13 +203,13 @@ def test_a_thread_copies_pages_between_steps(tmp_path: Path, monkeypatch: pytest
             return used
 
         expected = logits_of(backend, ids, [], [3, 1])
-        page = stage.read_page(3)
-        stage.write_page(5, page)
+        block = stage.read_block(3)
+        stage.write_block(5, block)
         monkeypatch.setattr(stage, "_submit", alone(submit))
         monkeypatch.setattr(BufferRange, "read", alone(read))
         with ThreadPoolExecutor(1) as pool:
-            copied = [pool.submit(stage.read_page, 5) for _ in range(20)]
+            copied = [pool.submit(stage.read_block, 5) for _ in range(20)]
             assert np.array_equal(logits_of(backend, ids, list(range(60, 70)), [3, 1]), expected)
-            assert {one.result() for one in copied} == {page}
-        assert n_alone == 11 * 2 + 20 * len(stage._page_parts())  # a submission and a read of logits per step
-        assert stage.read_page(3) == page
+            assert {one.result() for one in copied} == {block}
+        assert n_alone == 11 * 2 + 20 * len(stage._block_parts())  # per step a submission, a read of logits
+        assert stage.read_block(3) == block

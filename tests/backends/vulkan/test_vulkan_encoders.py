@@ -11,7 +11,7 @@ from vulkan_runs import validated, vulkan
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from encoders_oracle import ENCODERS, LENGTHS, PAGES_EACH, TOLERANCE, recipe, run
+from encoders_oracle import BLOCKS_EACH, ENCODERS, LENGTHS, TOLERANCE, recipe, run
 
 __all__ = ["recipe", "validated"]  # fixtures
 
@@ -19,7 +19,7 @@ __all__ = ["recipe", "validated"]  # fixtures
 @pytest.mark.parametrize("recipe", quick_are(("modern-bert",), ENCODERS), indirect=True)
 def test_hidden_states_match_transformers_alone_and_together(recipe: Any) -> None:
     gguf, graph, expected = recipe
-    backend = vulkan(gguf, graph, n_pages=PAGES_EACH * len(LENGTHS), max_batch=512)
+    backend = vulkan(gguf, graph, n_blocks=BLOCKS_EACH * len(LENGTHS), max_batch=512)
     alone = [run(backend, [i])[0] for i in range(len(LENGTHS))]
     for i, states in enumerate(alone):
         assert np.abs(states - expected[i]).max() < TOLERANCE * np.abs(expected[i]).max(), i

@@ -77,7 +77,7 @@ def assert_the_same_bits(gguf: GGUFFile) -> None:
     assert route is not None
     ids, n_all = tokens(24), graph.n_layer * route.x.width
     expected = logits_of(vulkan(gguf), ids, STEPS, [2])
-    cpu = cpu_backend(gguf, graph, n_pages=8, max_batch=80, kv_type="f32", n_threads=2)
+    cpu = cpu_backend(gguf, graph, n_blocks=8, max_batch=80, kv_type="f32", n_threads=2)
     assert relative_error(expected, logits_of(cpu, ids, STEPS, [2])) < QUANTIZED_TOLERANCE
     for share in (0, 0.25, 0.5, 0.75, 1):
         n_slots = max(int(share * n_all), 1)
@@ -145,9 +145,9 @@ def test_experts_are_rearranged_during_steps(tmp_path: Path, monkeypatch: pytest
     """Check a copying thread, as with hardware: an expert is used after its arrival, not during the copy."""
     made = VulkanExpertCache.__init__
 
-    def with_thread(self: VulkanExpertCache, *arguments: Any, beside: bool) -> None:
-        assert not beside
-        made(self, *arguments, beside=True)
+    def with_thread(self: VulkanExpertCache, *arguments: Any, in_thread: bool) -> None:
+        assert not in_thread
+        made(self, *arguments, in_thread=True)
 
     gguf, ids = model(tmp_path), tokens(40)
     steps = [18, *range(20, 40)]

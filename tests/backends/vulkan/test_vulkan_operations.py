@@ -212,7 +212,7 @@ def test_positions_of_several_splits(tmp_path: Path) -> None:
         tmp_path / "m.gguf", n_layer=1, n_embd=32, n_ff=32, n_head=2, n_head_kv=1, head_dim=16, n_ctx=1024
     )
     with open_gguf(path) as gguf:
-        backend = vulkan(gguf, kv_type="f16", max_batch=530, n_pages=10)
-        ids, pages = tokens(535), [9, 3, 4, 5, 0, 1, 2, 8, 7]
-        assert_every_operation_is_right(gguf, backend, ids, [530, 531], pages)
+        backend = vulkan(gguf, kv_type="f16", max_batch=530, n_blocks=10)
+        ids, blocks = tokens(535), [9, 3, 4, 5, 0, 1, 2, 8, 7]
+        assert_every_operation_is_right(gguf, backend, ids, [530, 531], blocks)
         backend.close()

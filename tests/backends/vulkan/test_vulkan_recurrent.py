@@ -38,7 +38,7 @@ def gguf(request: pytest.FixtureRequest, run_folder: Path) -> Iterator[GGUFFile]
 
 
 def backend(gguf: GGUFFile, **options: Any) -> Backend:
-    return vulkan(gguf, **{"n_pages": 16, "n_states": 40, "max_batch": 256, "kv_type": "f16", **options})
+    return vulkan(gguf, **{"n_blocks": 16, "n_states": 40, "max_batch": 256, "kv_type": "f16", **options})
 
 
 def test_bits_depend_on_no_cut_and_no_neighbour(gguf: GGUFFile) -> None:
@@ -54,7 +54,7 @@ def test_bits_depend_on_no_cut_and_no_neighbour(gguf: GGUFFile) -> None:
 @pytest.mark.slow
 def test_prefixes_and_preempted_sequences_continue_from_their_states(gguf: GGUFFile) -> None:
     alone, shared = backend(gguf), prompt(140)
-    engine = Engine(backend(gguf, n_pages=5, n_states=12, max_batch=70), N_CTX)
+    engine = Engine(backend(gguf, n_blocks=5, n_states=12, max_batch=70), N_CTX)
     ask(engine, shared, temperature=0, max_tokens=20)
     drain(engine)
     for tail, n in ((prompt(50, 1), 128), (prompt(1, 2), 128), (prompt(4, 3), 128)):
@@ -87,7 +87,7 @@ def test_drafted_tokens_that_turn_wrong_leave_no_trace(gguf: GGUFFile) -> None:
 
 @pytest.mark.slow
 def test_cancelled_steps_leave_usable_states(gguf: GGUFFile) -> None:
-    alone, unsteady = backend(gguf), Unsteady(backend(gguf, n_pages=9, n_states=12, max_batch=70), seed=3)
+    alone, unsteady = backend(gguf), Unsteady(backend(gguf, n_blocks=9, n_states=12, max_batch=70), seed=3)
     engine = Engine(unsteady, N_CTX)  # type: ignore[arg-type]
     shared, asked = prompt(130), []
     for i in range(6):

@@ -100,7 +100,7 @@ def test_thresholds_of_some_tokens(tmp_path: Path) -> None:
     graph = describe(config_from_gguf(gguf), gguf.tensors, None, (found_of,) * 2)
     hot = {i: hot_neurons(0.5, seed=i) for i in range(2)}
     split = vulkan(ready.weights, graph, hot=hot, n_threads=2)  # type: ignore[arg-type]
-    alone = cpu_backend(ready.weights, graph, n_pages=8, max_batch=80, kv_type="f32", n_threads=2)
+    alone = cpu_backend(ready.weights, graph, n_blocks=8, max_batch=80, kv_type="f32", n_threads=2)
     step = batch([(ids, 0, [0])])
     plain = alone.step(step).logits.copy()
     thresholded = replace(step, thresholded=np.arange(30) % 3 > 0)

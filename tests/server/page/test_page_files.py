@@ -56,7 +56,7 @@ def test_files_that_are_not_text_are_refused(server: FakeServer, opened: Any, tm
         "scanned.pdf": (pdf_of(""), "scanned.pdf has no text: its pages may be images."),
         "photo.png": (b"\x89PNG\r\n\x1a\n\0\0", "photo.png is neither text in UTF-8 or UTF-16 nor a PDF"),
         "latin.csv": ("Grün".encode("latin-1"), "latin.csv is neither text in UTF-8 or UTF-16"),
-        "large.txt": (b"x" * 1_000_001, "large.txt has 976.6 KiB, and the limit is 976.6 KiB"),
+        "large.txt": (b"x" * ((1 << 20) + 1), "large.txt has 1.0 MiB, and the limit is 1.0 MiB"),
         "empty.txt": (b" \n", "empty.txt is empty."),
     }
     page = opened(server.url)

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from chat_page import act, answers, done, saved, say, stored, until, violations
 from fake_chat_server import FakeServer, Hold, Refusal, mcp_server, tool_call
-from live_server import live_server
 from paths import ROOT
-from tiny_server import write_model
+from tiny_server import Serving, write_model
 
 from hotset.server.mcp.file import McpServer
 
@@ -447,8 +446,8 @@ def test_a_tool_of_an_mcp_server(tmp_path: Path, opened: Any) -> None:
             return new Response(text, { headers: { "content-type": "text/event-stream" } });
         };
     }"""
-    with live_server(write_model(tmp_path / "tiny.gguf"), mcp_servers=(server,)) as url:
-        page = opened(url)
+    with Serving(write_model(tmp_path / "tiny.gguf"), mcp_servers=(server,)) as serving:
+        page = opened(serving.url)
         page.evaluate(answer, chunks)
         page.click("#show-tools")
         page.get_by_text("0 of 11 tools on").wait_for()

@@ -14,9 +14,9 @@ import numpy as np
 from hotset import _core
 from hotset.backends.adapters import AdapterSet
 from hotset.backends.base import (
+    BLOCK_SIZE,
     COUNTS,
     LOGIT_GROUP,
-    PAGE_SIZE,
     SAVED_TOKENS,
     Batch,
     StepResult,
@@ -33,7 +33,7 @@ from hotset.model.graph import Graph
 from hotset.model.operations import PARTS, Attention, Recurrent
 from hotset.offload.weight_store import StoredWeights
 
-assert (_core.KV_BLOCK_SIZE, _core.LOGIT_GROUP) == (PAGE_SIZE, LOGIT_GROUP)
+assert (_core.KV_BLOCK_SIZE, _core.LOGIT_GROUP) == (BLOCK_SIZE, LOGIT_GROUP)
 assert _core.SAVED_TOKENS == SAVED_TOKENS
 
 _PlanKey = tuple[frozenset[str], bool]  # the taps of a plan, and whether it has adapters
@@ -61,7 +61,7 @@ class CpuBackend(WithoutDevices):
     span: the operations that it executes; a part of the model supports only `run`, not `step`. isa: forces a
     set of kernels, like the environment variable HOTSET_ISA. runtime: shared threads and memory, used instead
     of n_threads own threads; the backend does not close it. cache_of: another backend with the same layers,
-    n_pages and kv_type, whose keys and values it reads and writes.
+    n_blocks and kv_type, whose keys and values it reads and writes.
     The constructor raises UnsupportedModelError if a tensor type has no kernel, or if kv_type does not fit
     the heads.
     """
@@ -85,7 +85,7 @@ class CpuBackend(WithoutDevices):
         self._has_thresholds = self.graph.has_thresholds
         self.has_output = span.ends(graph)
         self.n_layer = max(graph.n_layer, 1)
-        self.n_pages, self.max_batch, self.kv_type = options.n_pages, options.max_batch, options.kv_type
+        self.n_blocks, self.max_batch, self.kv_type = options.n_blocks, options.max_batch, options.kv_type
         self.n_vocab = graph.n_vocab(weights.tensors)
         self._isa, self._channel_rates = isa, options.channel_rates
         self._whole = frozenset(options.whole)
@@ -103,7 +103,7 @@ class CpuBackend(WithoutDevices):
             for op in self.graph.recurrent
         }
         # As in CacheMemory.
-        self.page_nbytes = sum(part.shape[1] for part in self._page_parts())
+        self.block_nbytes = sum(part.shape[1] for part in self._block_parts())
         self.state_nbytes = sum(state[0].nbytes for state in self._states.values())
         self._lowered: dict[_PlanKey, Lowered] = {}
         self._adapters = AdapterSet(self.graph, weights.tensors)
@@ -168,7 +168,7 @@ class CpuBackend(WithoutDevices):
         self.weights.check()
         try:
             plan.run(
-                batch.tokens, batch.positions, batch.sequences, batch.page_tables, batch.outputs,
+                batch.tokens, batch.positions, batch.sequences, batch.block_tables, batch.outputs,
                 None if x is None else on_host(x),
                 None if batch.thresholded is None else batch.thresholded.view(np.uint8),
                 *((batch.states, batch.saves) if self.n_states else (None, None)),
@@ -240,20 +240,20 @@ class CpuBackend(WithoutDevices):
         """Return zeros [n_layer]: this backend computes no neurons for a device."""
         return np.zeros(self.n_layer)
 
-    def _page_parts(self) -> list[np.ndarray]:
-        """Return the keys, values and scales of all layers, each uint8 [n_pages, bytes of a KV block]."""
+    def _block_parts(self) -> list[np.ndarray]:
+        """Return the keys, values and scales of all layers, each uint8 [n_blocks, bytes of a KV block]."""
         parts = [part for layer in self._cache.values() for part in layer]
-        return [part.reshape(self.n_pages, -1) for part in parts if part is not None]
+        return [part.reshape(self.n_blocks, -1) for part in parts if part is not None]
 
-    def read_page(self, page: int) -> bytes:
-        """Read a KV block, as CacheMemory.read_page."""
-        return b"".join(part[page].tobytes() for part in self._page_parts())
+    def read_block(self, block: int) -> bytes:
+        """Read a KV block, as CacheMemory.read_block."""
+        return b"".join(part[block].tobytes() for part in self._block_parts())
 
-    def write_page(self, page: int, data: bytes) -> None:
-        """Write a KV block, as CacheMemory.write_page."""
+    def write_block(self, block: int, data: bytes) -> None:
+        """Write a KV block, as CacheMemory.write_block."""
         rows, at = np.frombuffer(data, np.uint8), 0
-        for part in self._page_parts():
-            part[page] = rows[at : at + part.shape[1]]
+        for part in self._block_parts():
+            part[block] = rows[at : at + part.shape[1]]
             at += part.shape[1]
 
     def read_state(self, slot: int) -> bytes:
@@ -312,7 +312,7 @@ class CpuBackend(WithoutDevices):
         if self._runtime is None:
             raise InvalidRequestError("the model has been closed; load it again")
         try:
-            plan = _core.Plan(self.max_batch, self.n_pages, self.n_pages, self._runtime, self._isa)
+            plan = _core.Plan(self.max_batch, self.n_blocks, self.n_blocks, self._runtime, self._isa)
         except ValueError as error:  # a wrong HOTSET_ISA, or a processor without the required instructions
             raise InvalidRequestError(str(error)) from None
         streamed = self.weights.streamed if isinstance(self.weights, StoredWeights) else None
@@ -346,7 +346,7 @@ class CpuBackend(WithoutDevices):
         Scales are None if kv_type has none. Untouched KV blocks use no memory.
         """
         check_cache(op, self.kv_type)
-        slots = self.n_pages * op.n_head_kv * PAGE_SIZE
+        slots = self.n_blocks * op.n_head_kv * BLOCK_SIZE
         found: list[np.ndarray | None] = []
         for _ in range(1 if op.blocks is None else 2):
             scales: list[np.ndarray | None] = []

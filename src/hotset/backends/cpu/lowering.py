@@ -20,10 +20,10 @@ import numpy as np
 from hotset import _core
 from hotset.backends.adapters import AdapterSet
 from hotset.backends.base import COUNTS, LOGIT_GROUP
+from hotset.backends.decoded import decoded_vector, expert_biases
 from hotset.errors import InvalidRequestError
 from hotset.formats.channels import break_even, tile_of
 from hotset.formats.planes import PLANE_GROUP
-from hotset.formats.quants import GGMLType, dequantize
 from hotset.formats.source import WeightSource
 from hotset.model.cost import kv_formats
 from hotset.model.fusion import Buffers, Fused, fuse
@@ -79,12 +79,6 @@ FetchKind = Literal["all", "selected", "nonzero", "routed", "tokens"]  # rows th
 LEAST = float(np.finfo(np.float32).smallest_subnormal)  # neurons with at least this value fire
 
 
-def decoded_vector(weights: WeightSource, name: str) -> np.ndarray:
-    """Return a vector of the file, float32 [n]."""
-    info = weights.tensors[name]
-    return np.ascontiguousarray(dequantize(weights.data(name), info.type, info.shape).reshape(-1))
-
-
 def linear_facts(weights: WeightSource, op: Linear) -> Facts:
     """Return the facts of a matrix product: the rows of its weight, and of its bias."""
     info = weights.tensors[op.weight]
@@ -99,17 +93,11 @@ def linear_facts(weights: WeightSource, op: Linear) -> Facts:
 
 def expert_facts(weights: WeightSource, op: ExpertLinear | ExpertSum) -> Facts:
     """Return the facts of experts' matrices: tensors, rows per expert, the first row used, and bias."""
-    first = op.first_row if isinstance(op, ExpertLinear) else 0
-    n_rows = op.n_rows if isinstance(op, ExpertLinear) else op.out.width  # of the bias
-    bias = None
-    if op.bias is not None:
-        of_all = decoded_vector(weights, op.bias).reshape(op.n_expert, -1)
-        bias = np.ascontiguousarray(of_all[:, first : first + n_rows]).reshape(-1)
     return {
         "tensors": [(int(weights.tensors[name].type), weights.data(name)) for name in op.weights],
         "n_rows": weights.tensors[op.weights[0]].shape[1],
-        "first_row": first,
-        "bias": bias,
+        "first_row": op.first_row if isinstance(op, ExpertLinear) else 0,
+        "bias": None if op.bias is None else expert_biases(weights, op).reshape(-1),
     }
 
 
@@ -167,7 +155,7 @@ class LoweringOptions:
     """
 
     sparse: bool
-    channel_rates: Mapping[GGMLType, float]
+    channel_rates: Mapping[str, float]
     whole: Collection[str]
     streamed: Streamed | None = None
     cache: Callable[[Attention], Facts] = _in_no_ffn
@@ -308,7 +296,7 @@ def _cells_of_counts(layers: np.ndarray, of_ffn: np.ndarray, emit: _Emission) ->
     cells[ups, selected] = 0
     cells[products, active] = 0
     cells[~of_ffn, :left_out] = 0  # rows of predictors do not count as neurons
-    cells[emit.beside, :left_out] = 0
+    cells[emit.shared, :left_out] = 0
     return cells.ravel().astype(np.int32)
 
 
@@ -322,7 +310,7 @@ class _Emission:
     """A writer of native operations.
 
     at: layer and part of each operation so far. gates, ups: indices of operations that compute only an FFN's
-    gates, and only its `up`. products: operations whose values are not yet neuron values. beside: indices of
+    gates, and only its `up`. products: operations whose values are not yet neuron values. shared: indices of
     shared experts' operations. largest: as in Lowered. logits: the last value; its largest logits are found
     if its width is a multiple of LOGIT_GROUP.
     """
@@ -340,7 +328,7 @@ class _Emission:
         self.gates: list[int] = []
         self.ups: list[int] = []
         self.products: list[int] = []
-        self.beside: list[int] = []
+        self.shared: list[int] = []
         self.logits: Value | None = None
         self.largest = -1
 
@@ -555,7 +543,7 @@ class _Emission:
         first = len(self.at)
         self._ffn_alone(ffn, group)
         if ffn.shared:
-            self.beside.extend(range(first, len(self.at)))
+            self.shared.extend(range(first, len(self.at)))
 
     def _ffn_alone(self, ffn: Ffn, group: Fused) -> None:
         self._await(ffn.gate, ffn.up)
@@ -569,7 +557,7 @@ class _Emission:
         elif self._leaves_out_rows(ffn):
             fetched = self._neurons(ffn)
         else:
-            assert ffn.up_act is None, "an activation of up stands beside one with zeros alone"
+            assert ffn.up_act is None, "an activation of up needs one with zeros"
             # Only the product of gate and up exists: both use its buffer.
             products = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
             xielu = ffn.gate_act.xielu
@@ -1013,7 +1001,7 @@ class _Emission:
             "cols": n_rows,
             "tile": tile_of(n_rows),
             "first": first,
-            "below": break_even(info, self._channel_rates.get(info.type, 1.0)),
+            "below": break_even(info, self._channel_rates.get(weight, 1.0)),
         }
 
     def _buffer(self, value: Value | None) -> int | None:

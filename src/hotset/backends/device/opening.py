@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hotset.backends.cpu.backend import CpuBackend, new_runtime
+from hotset.backends.cpu.worker import CpuWorker
 from hotset.backends.device.stage import CpuShare
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.stage import BackendOptions, Stage
 from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
-from hotset.placement.build import PlacedPiece, pieces_of
+from hotset.placement.build import PlacedPiece, hot_of, pieces_of, share_of
 from hotset.placement.table import CPU, Placement
 
 if TYPE_CHECKING:
     from hotset import _core
 
 
-class StageOpener(Protocol):
+Worker = TypeVar("Worker", bound=CpuWorker)
+
+
+class StageOpener(Protocol[Worker]):
     """The part of a device backend that opens its stages."""
 
     name: str
@@ -38,13 +42,26 @@ class StageOpener(Protocol):
         """Return the work that the device leaves to the CPU in a piece."""
         ...
 
-    def open_stage(self, piece: PlacedPiece, share: CpuShare, runtime: _core.Runtime | None) -> Stage:
-        """Open the stage of a piece. runtime: the CPU runtime that computes `share`."""
+    def open_worker(self, piece: PlacedPiece, share: CpuShare, runtime: _core.Runtime) -> Worker:
+        """Open the worker that computes `share` on the CPU runtime."""
+        ...
+
+    def open_stage(
+        self, piece: PlacedPiece, share: CpuShare, worker: Worker | None, runtime: _core.Runtime | None
+    ) -> Stage:
+        """Open the stage of a piece, which closes its worker. runtime: of the CPU's stages and workers."""
         ...
 
 
+def shared_with_cpu(placement: Placement, piece: PlacedPiece, cached: Collection[int]) -> CpuShare:
+    """Return the hot neurons of a device's piece and its experts. cached: layers with experts on the CPU."""
+    experts = [i for i in piece.layers if i in cached]
+    n_slots = placement.expert_slots[piece.device] if placement.expert_slots else 0
+    return CpuShare(hot_of(placement, piece), experts, share_of(n_slots, cached, piece, placement))
+
+
 def open_chain(
-    opener: StageOpener,
+    opener: StageOpener[Worker],
     placement: Placement,
     weights: WeightSource,
     graph: Graph,
@@ -69,13 +86,26 @@ def open_chain(
             if share is None:
                 stages.append(CpuBackend(weights, graph, options, span=piece.span, runtime=runtime, isa=isa))
             else:
-                stages.append(opener.open_stage(piece, share, runtime))
+                stages.append(_stage(opener, piece, share, runtime))
             opened.callback(stages[-1].close)
         kind = opener.chain if runtime is None and len(stages) == 1 else ChainBackend
         chain = kind(
-            opener.name, stages, [piece.device for piece in pieces], n_pages=options.n_pages,
+            opener.name, stages, [piece.device for piece in pieces], n_blocks=options.n_blocks,
             max_batch=options.max_batch, runtime=runtime, notes=opener.notes,
         )  # fmt: skip
         chain.n_vocab = graph.n_vocab(weights.tensors)  # an encoder has no logits
         opened.pop_all()
     return chain
+
+
+def _stage(
+    opener: StageOpener[Worker], piece: PlacedPiece, share: CpuShare, runtime: _core.Runtime | None
+) -> Stage:
+    """Open the stage of a piece and its worker. After an error both are closed."""
+    worker = opener.open_worker(piece, share, runtime) if share and runtime is not None else None
+    try:
+        return opener.open_stage(piece, share, worker, runtime)
+    except BaseException:
+        if worker is not None:
+            worker.close()
+        raise

@@ -13,23 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from hotset.model.operations import (
-    XIELU,
-    ActivationKind,
-    AddStreams,
-    DeltaNet,
-    HyperConnection,
-    NgramEmbed,
-    PoolBlocks,
-    RopeKind,
-    Route,
-    SelectiveScan,
-    SimilarityGate,
-    Wkv,
-)
+from hotset.model import operations as ops
+from hotset.model.operations import XIELU
 
 
-def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
+def activate(x: Tensor, kind: ops.ActivationKind, threshold: float = 0.0) -> Tensor:
     """Return f(x), elementwise. See operations.Activate."""
     match kind:
         case "sigmoid":
@@ -104,7 +92,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return F.group_norm(x, n_head, None if weight is None else weight.flatten(), bias, eps)
 
 
-def add_streams(op: AddStreams, x: Tensor | None, y: Tensor, weights: Tensor | None) -> Tensor:
+def add_streams(op: ops.AddStreams, x: Tensor | None, y: Tensor, weights: Tensor | None) -> Tensor:
     """Add streams y [n, streams * width] to the streams of x, [n, n_streams * width], each with a weight."""
     x = y.new_zeros(len(y), op.out.width) if x is None else x
     streams = x.unflatten(1, (op.n_streams, -1))
@@ -116,7 +104,7 @@ def add_streams(op: AddStreams, x: Tensor | None, y: Tensor, weights: Tensor | N
     return torch.cat([streams[:, : op.first], sums], dim=1).flatten(1)
 
 
-def hyper_connection(op: HyperConnection, x: Tensor, scale: Tensor, base: Tensor) -> Tensor:
+def hyper_connection(op: ops.HyperConnection, x: Tensor, scale: Tensor, base: Tensor) -> Tensor:
     """Compute operations.HyperConnection of rows."""
     n, factor = op.n_streams, scale.flatten()
     parts = torch.tensor([n, n, n * n][: len(factor)], device=x.device)
@@ -151,7 +139,7 @@ def gaussian_top_k(x: Tensor, multiplier: float) -> Tensor:
     return torch.relu(x - (mean + multiplier * deviation))
 
 
-def rotate(x: Tensor, cos_sin: Tensor, *, n_head: int, kind: RopeKind, first: int = 0) -> Tensor:
+def rotate(x: Tensor, cos_sin: Tensor, *, n_head: int, kind: ops.RopeKind, first: int = 0) -> Tensor:
     """Apply rotary embedding (arXiv 2104.09864) to n_rot channels of each head, from `first` on.
 
     x: [n_tokens, n_head * head_dim]; cos_sin: [2, n_tokens, n_rot / 2]. kind: norm pairs (2i, 2i + 1), neox
@@ -202,7 +190,7 @@ def attend(
 
 
 def route(
-    x: Tensor, op: Route, bias: Tensor | None, scales: Tensor | None = None, ids: Tensor | None = None
+    x: Tensor, op: ops.Route, bias: Tensor | None, scales: Tensor | None = None, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token, best first: ids int32 [T, n_used], weights float32 [T, n_used].
 
@@ -259,7 +247,7 @@ def short_conv(x: Tensor, weight: Tensor, dilation: int = 1) -> Tensor:
     return sum(parts, torch.zeros_like(x))
 
 
-def ngram_rows(op: NgramEmbed, tokens: Tensor) -> Tensor:
+def ngram_rows(op: ops.NgramEmbed, tokens: Tensor) -> Tensor:
     """Return the table rows of each token's n-grams, int64 [n_texts, n_tokens, heads].
 
     See operations.NgramEmbed.
@@ -275,7 +263,7 @@ def ngram_rows(op: NgramEmbed, tokens: Tensor) -> Tensor:
     return torch.stack(rows, dim=-1)
 
 
-def similarity_gate(op: SimilarityGate, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def similarity_gate(op: ops.SimilarityGate, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Compute operations.SimilarityGate of rows."""
     s = (a.double() * b.double()).unflatten(1, (op.n_streams, -1)).sum(2, keepdim=True)
     s = s / math.sqrt(op.x.width)
@@ -283,7 +271,9 @@ def similarity_gate(op: SimilarityGate, x: Tensor, a: Tensor, b: Tensor) -> Tens
     return (torch.sigmoid(root) * x[:, None]).flatten(1)
 
 
-def delta_rule(op: DeltaNet, x: Tensor, alpha: Tensor, beta: Tensor, rate: Tensor, step: Tensor) -> Tensor:
+def delta_rule(
+    op: ops.DeltaNet, x: Tensor, alpha: Tensor, beta: Tensor, rate: Tensor, step: Tensor
+) -> Tensor:
     """Compute the gated delta rule, token by token, for texts [n_texts, n_tokens, width].
 
     See operations.DeltaNet.
@@ -308,7 +298,7 @@ def delta_rule(op: DeltaNet, x: Tensor, alpha: Tensor, beta: Tensor, rate: Tenso
     return torch.stack(out, dim=1).flatten(2)
 
 
-def pool_blocks(op: PoolBlocks, x: Tensor, scores: Tensor, bias: Tensor) -> Tensor:
+def pool_blocks(op: ops.PoolBlocks, x: Tensor, scores: Tensor, bias: Tensor) -> Tensor:
     """Return the weighted mean of each token's block up to the token, for texts [n_texts, n_tokens, width].
 
     See operations.PoolBlocks.
@@ -347,7 +337,7 @@ def channel_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rate: Tensor, skip
     return torch.stack(out, dim=1)
 
 
-def wkv(op: Wkv, r: Tensor, w: Tensor, k: Tensor, v: Tensor, *corrected: Tensor) -> Tensor:
+def wkv(op: ops.Wkv, r: Tensor, w: Tensor, k: Tensor, v: Tensor, *corrected: Tensor) -> Tensor:
     """Compute RWKV's linear attention, token by token, for texts [n_texts, n_tokens, width].
 
     See operations.Wkv.
@@ -365,7 +355,7 @@ def wkv(op: Wkv, r: Tensor, w: Tensor, k: Tensor, v: Tensor, *corrected: Tensor)
 
 
 def selective_scan(
-    op: SelectiveScan, x: Tensor, dt: Tensor, rate: Tensor, step: Tensor, skip: Tensor
+    op: ops.SelectiveScan, x: Tensor, dt: Tensor, rate: Tensor, step: Tensor, skip: Tensor
 ) -> Tensor:
     """Compute Mamba-2's state space, token by token, for texts [n_texts, n_tokens, width].
 

@@ -47,51 +47,9 @@ from hotset.backends.torch.functions import (
     xielu,
 )
 from hotset.formats.quants import dequantize
+from hotset.model import operations as ops
 from hotset.model.graph import Graph
-from hotset.model.operations import (
-    SHIFT,
-    Activate,
-    Add,
-    AddStreams,
-    Attention,
-    ChannelScan,
-    DeltaNet,
-    Embed,
-    ExpertLinear,
-    ExpertSum,
-    GateHeads,
-    GaussianTopK,
-    HeadDot,
-    Heads,
-    HyperConnection,
-    LayerNorm,
-    Linear,
-    LowRank,
-    Mask,
-    MatchMagnitude,
-    Multiply,
-    NgramEmbed,
-    PoolBlocks,
-    PositionGain,
-    Primitive,
-    Recurrent,
-    RMSNorm,
-    Rope,
-    Rotate,
-    Route,
-    Scale,
-    SelectiveScan,
-    SelectOutputs,
-    ShortConv,
-    SimilarityGate,
-    SoftCap,
-    Threshold,
-    TransposedHeads,
-    TransposedLinear,
-    UnitNorm,
-    Value,
-    Wkv,
-)
+from hotset.model.operations import SHIFT, Primitive, Value
 from hotset.model.rope import position_gain
 from hotset.offload.uploads import rows_at
 
@@ -147,7 +105,7 @@ class TorchGraph:
         self.n_parts = len(self.parts) - 1  # parts that each pass computes
         self.on_part: Callable[[], None] = lambda: None  # called after each part of a pass
         self._weights = DecodedWeights(weights, lambda x: torch.from_numpy(x).to(self.device), room)
-        self._turns: dict[tuple[Rope, int, int], Tensor] = {}
+        self._turns: dict[tuple[ops.Rope, int, int], Tensor] = {}
 
     def streams(self, tokens: Tensor, compute: Compute | None = None) -> list[Tensor]:
         """Compute the residual streams after the embedding and after each layer."""
@@ -222,85 +180,85 @@ class TorchGraph:
     def compute(self, op: Primitive, step: Step) -> Tensor:  # noqa: C901 - a case for each operation
         """Compute the result of an operation from the values of a step."""
         match op:
-            case Embed():
+            case ops.Embed():
                 return self._embedded(op, step.tokens)
-            case RMSNorm():
+            case ops.RMSNorm():
                 return rms_norm(step[op.x], self.weight(op.weight), op.eps, op.n_head)
-            case UnitNorm():
+            case ops.UnitNorm():
                 ones = step[op.x].new_ones(op.x.width // op.n_head)
                 return rms_norm(step[op.x], ones, op.eps, op.n_head)
-            case LayerNorm():
+            case ops.LayerNorm():
                 weight = None if op.weight is None else self.weight(op.weight)
                 return layer_norm(step[op.x], weight, self.bias(op.bias), op.eps, op.n_head)
-            case Linear():
+            case ops.Linear():
                 return F.linear(step[op.x], *self.rows_of(op))
-            case TransposedLinear():
+            case ops.TransposedLinear():
                 return F.linear(step[op.x], self._weights.neuron_major(op).T, self.bias(op.bias))
-            case Heads():
+            case ops.Heads():
                 shared = None if op.shared is None else step[op.shared]
                 return join_heads(step[op.x], op.n_head, op.first, op.count, shared)
-            case TransposedHeads():
+            case ops.TransposedHeads():
                 return (step[op.x] @ self.weight(op.weight)).transpose(0, 1).flatten(1)
-            case Rotate():
+            case ops.Rotate():
                 turns = self._turns_of(op.rope, step.tokens)
                 return rotate(step[op.x], turns, n_head=op.n_head, kind=op.rope.kind, first=op.first)
-            case PositionGain():
+            case ops.PositionGain():
                 return self._gains(op, step.tokens)
-            case Attention():
+            case ops.Attention():
                 return self._attended(op, step).flatten(0, 1)
             case (
-                NgramEmbed() | ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv()
-                | PoolBlocks()
+                ops.NgramEmbed() | ops.ShortConv() | ops.DeltaNet() | ops.SelectiveScan() | ops.ChannelScan()
+                | ops.Wkv() | ops.PoolBlocks()
             ):  # fmt: skip
                 return self._recurrent(op, step)
-            case HeadDot():
+            case ops.HeadDot():
                 return self._head_dot(op, step)
-            case Activate():
+            case ops.Activate():
                 if op.xielu is not None:
                     return xielu(step[op.x], op.xielu)
                 return activate(step[op.x], op.kind, op.threshold)
-            case GaussianTopK():
+            case ops.GaussianTopK():
                 return gaussian_top_k(step[op.x], op.multiplier)
-            case Multiply() | GateHeads():
+            case ops.Multiply() | ops.GateHeads():
                 return self._multiplied(op, step)
-            case Add():
+            case ops.Add():
                 return step[op.a] + step[op.b]
-            case Scale():
+            case ops.Scale():
                 scaled = step[op.x] * op.factor
                 if op.weight is None:
                     return scaled
                 first = op.first_weight
                 return scaled * self.weight(op.weight).flatten()[first : first + op.x.width]
-            case SimilarityGate():
+            case ops.SimilarityGate():
                 return similarity_gate(op, *(step[value] for value in op.inputs))
-            case AddStreams():
+            case ops.AddStreams():
                 weights = None if op.weights is None else step[op.weights]
                 return add_streams(op, None if op.x is None else step[op.x], step[op.y], weights)
-            case HyperConnection():
+            case ops.HyperConnection():
                 return hyper_connection(op, step[op.x], self.weight(op.scale), self.weight(op.base))
-            case MatchMagnitude():
+            case ops.MatchMagnitude():
                 return match_magnitude(step[op.x], step[op.like], op.least)
-            case SoftCap():
+            case ops.SoftCap():
                 return op.cap * torch.tanh(step[op.x] / op.cap)
-            case Mask():
+            case ops.Mask():
                 kept = F.pad(~(step[op.scores] < op.threshold), (op.first, 0), value=True)
                 return torch.where(kept, step[op.x], 0.0)
-            case Route():
+            case ops.Route():
                 ids = None
                 if op.table is not None:
                     ids = self.weight(op.table)[step.tokens.flatten()].long()
                 found = route(step[op.x], op, self.bias(op.bias), self.bias(op.scales), ids)
                 return torch.cat(found, dim=1)
-            case ExpertLinear() | ExpertSum():
+            case ops.ExpertLinear() | ops.ExpertSum():
                 return self._of_experts(op, step[op.x], step[op.route])
-            case LowRank():
+            case ops.LowRank():
                 raise UnsupportedModelError("only the CPU computes a graph with adapters (LoRA)")
-            case SelectOutputs() | Threshold():  # all tokens; thresholds have no effect
+            case ops.SelectOutputs() | ops.Threshold():  # all tokens; thresholds have no effect
                 return step[op.x]
             case _:
                 assert_never(op)
 
-    def _embedded(self, op: Embed, tokens: Tensor) -> Tensor:
+    def _embedded(self, op: ops.Embed, tokens: Tensor) -> Tensor:
         if op.of == "position":
             tokens = torch.arange(tokens.shape[1]).expand(tokens.shape) + op.first_row
         elif op.of == "type":
@@ -308,41 +266,41 @@ class TorchGraph:
         table = self.weight(op.weight).reshape(-1, op.out.width)  # files have one row as a vector
         return F.embedding(tokens.to(self.device), table).flatten(0, 1)
 
-    def _recurrent(self, op: Recurrent, step: Step) -> Tensor:
+    def _recurrent(self, op: ops.Recurrent, step: Step) -> Tensor:
         match op:
-            case NgramEmbed():  # its table is too large to decode as a whole
+            case ops.NgramEmbed():  # its table is too large to decode as a whole
                 info, rows = self.weights.tensors[op.weight], ngram_rows(op, step.tokens.cpu()).flatten()
                 encoded = rows_at(self.weights, op.weight, rows.numpy())
                 found = dequantize(encoded, info.type, (info.shape[0], len(rows)))
                 return torch.from_numpy(found).to(self.device).view(-1, op.out.width)
-            case ShortConv():
+            case ops.ShortConv():
                 return self._convolved(op, step)
-            case DeltaNet():
+            case ops.DeltaNet():
                 x, alpha, beta = (step.by_text(value) for value in (op.x, op.alpha, op.beta))
                 rate, bias = self.weight(op.rate).flatten(), self.weight(op.step)
                 return delta_rule(op, x, alpha, beta, rate, bias).flatten(0, 1)
-            case SelectiveScan():
+            case ops.SelectiveScan():
                 vectors = (self.weight(name).flatten() for name in (op.rate, op.step, op.skip))
                 return selective_scan(op, step.by_text(op.x), step.by_text(op.dt), *vectors).flatten(0, 1)
-            case ChannelScan():
+            case ops.ChannelScan():
                 x, dt, b, c = (step.by_text(value) for value in op.inputs)
                 return channel_scan(x, dt, b, c, self.weight(op.rate), self.weight(op.skip)).flatten(0, 1)
-            case PoolBlocks():
+            case ops.PoolBlocks():
                 x, scores = step.by_text(op.x), step.by_text(op.scores)
                 return pool_blocks(op, x, scores, self.weight(op.bias)).flatten(0, 1)
-            case Wkv():
+            case ops.Wkv():
                 return wkv(op, *(step.by_text(value) for value in op.inputs)).flatten(0, 1)
             case _:
                 assert_never(op)
 
-    def _multiplied(self, op: Multiply | GateHeads, step: Step) -> Tensor:
-        if isinstance(op, Multiply):
+    def _multiplied(self, op: ops.Multiply | ops.GateHeads, step: Step) -> Tensor:
+        if isinstance(op, ops.Multiply):
             return step[op.a] * step[op.b]
         gates = torch.sigmoid(step[op.gates]).unsqueeze(-1)
         heads: Tensor = step[op.x].unflatten(-1, (op.gates.width, -1)) * gates
         return heads.flatten(-2)
 
-    def _convolved(self, op: ShortConv, step: Step) -> Tensor:
+    def _convolved(self, op: ops.ShortConv, step: Step) -> Tensor:
         if op.weight is None:
             weight = torch.tensor([SHIFT], device=self.device)
         else:
@@ -350,13 +308,13 @@ class TorchGraph:
         out = short_conv(step.by_text(op.x), weight, op.dilation).flatten(0, 1)
         return out if op.bias is None else out + self.weight(op.bias)
 
-    def _head_dot(self, op: HeadDot, step: Step) -> Tensor:
+    def _head_dot(self, op: ops.HeadDot, step: Step) -> Tensor:
         a, b, x = (step[value].unflatten(1, (op.n_head, -1)) for value in (op.a, op.b, op.x))
         weight = self.weight(op.weight).view(op.n_head, -1)
         dots: Tensor = x * (a * b * weight).sum(2, keepdim=True)
         return dots.flatten(1)
 
-    def _turns_of(self, rope: Rope, tokens: Tensor) -> Tensor:
+    def _turns_of(self, rope: ops.Rope, tokens: Tensor) -> Tensor:
         """Return cosines and sines of all tokens' angles, [2, n_texts * n_tokens, n_rot / 2]."""
         n_texts, n_tokens = tokens.shape
         key = rope, n_texts, n_tokens
@@ -367,13 +325,13 @@ class TorchGraph:
             self._turns[key] = both.repeat(1, n_texts, 1).to(self.device)
         return self._turns[key]
 
-    def _gains(self, op: PositionGain, tokens: Tensor) -> Tensor:
+    def _gains(self, op: ops.PositionGain, tokens: Tensor) -> Tensor:
         """Return the gains of all tokens, float32 [n_texts * n_tokens, 1]."""
         n_texts, n_tokens = tokens.shape
         gains = torch.from_numpy(position_gain(op, np.arange(n_tokens)))
         return gains.repeat(n_texts, 1).to(self.device)
 
-    def _attended(self, op: Attention, step: Step) -> Tensor:
+    def _attended(self, op: ops.Attention, step: Step) -> Tensor:
         assert not op.first_seen, "a layer for multi-token prediction"
         n_tokens, group = step.tokens.shape[1], op.n_head // op.n_head_kv
         q = step.by_text(op.q).unflatten(-1, (op.n_head_kv, group, -1))
@@ -407,21 +365,21 @@ class TorchGraph:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=op.causal, scale=op.scale)
         return out.transpose(1, 2).flatten(2)
 
-    def _of_experts(self, op: ExpertLinear | ExpertSum, x: Tensor, route: Tensor) -> Tensor:
+    def _of_experts(self, op: ops.ExpertLinear | ops.ExpertSum, x: Tensor, route: Tensor) -> Tensor:
         """Compute the products of each token's experts, side by side or as a weighted sum."""
         ids, n = route[:, : op.n_used].detach().long(), op.n_used
-        parts = isinstance(op, ExpertSum) or op.of_parts
+        parts = isinstance(op, ops.ExpertSum) or op.of_parts
         x = x.view(len(x), n, -1) if parts else x[:, None].expand(-1, n, -1)
-        first, n_rows = (0, op.out.width) if isinstance(op, ExpertSum) else (op.first_row, op.n_rows)
+        first, n_rows = (0, op.out.width) if isinstance(op, ops.ExpertSum) else (op.first_row, op.n_rows)
         out = x.new_zeros(len(x), n, n_rows)
         for expert in ids.unique().tolist():
             of_it = ids == expert
             matrix = self._weights.expert(op, expert)
-            if isinstance(op, ExpertSum) and op.neuron_major:
+            if isinstance(op, ops.ExpertSum) and op.neuron_major:
                 matrix = matrix.T
             bias = None if op.bias is None else self.weight(op.bias)[expert, first : first + n_rows]
             out[of_it] = F.linear(x[of_it], matrix[first : first + n_rows], bias)
-        return (out * route[:, n:, None]).sum(1) if isinstance(op, ExpertSum) else out.flatten(1)
+        return (out * route[:, n:, None]).sum(1) if isinstance(op, ops.ExpertSum) else out.flatten(1)
 
     # ---- weights
 
@@ -433,7 +391,7 @@ class TorchGraph:
         """Return a tensor, or None if the operation has none."""
         return None if name is None else self.weight(name)
 
-    def rows_of(self, op: Linear) -> tuple[Tensor, Tensor | None]:
+    def rows_of(self, op: ops.Linear) -> tuple[Tensor, Tensor | None]:
         """Return the rows [out.width, x.width] of a product, and their biases."""
         rows, bias = slice(op.first_row, op.first_row + op.out.width), self.bias(op.bias)
         matrix = self.weight(op.weight).reshape(-1, op.x.width)  # files have one row as a vector

@@ -39,7 +39,7 @@ class GpuBackend(ChainBackend):
             )
         self.kv_type, self.sparse = options.kv_type, options.sparse
         self.stage = GpuStage(weights, graph, device, options, gpu=gpu)
-        super().__init__("gpu", [self.stage], [0], n_pages=options.n_pages, max_batch=options.max_batch)
+        super().__init__("gpu", [self.stage], [0], n_blocks=options.n_blocks, max_batch=options.max_batch)
 
     @property
     def device(self) -> str:

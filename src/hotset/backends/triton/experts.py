@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotset.backends.device.experts import why_not_cached
 from hotset.backends.triton.fallback import fetch_experts
 from hotset.backends.triton.host_experts import HostExperts, Registrar
 from hotset.backends.triton.matrix import EXPERT_TYPES, DeviceMatrix
 from hotset.backends.triton.weights import DeviceWeights
 from hotset.formats.gguf import TensorInfo
 from hotset.model.operations import ExpertLinear, ExpertSum, Ffn
-from hotset.offload.expert_cache import ACTIVATIONS, ExpertCache, ExpertLayout, Group, parts_of
+from hotset.offload.expert_cache import ExpertCache, ExpertLayout, Group, parts_of
 
 
 @dataclass
@@ -73,7 +74,7 @@ class GpuExpertCache(ExpertCache):
         self.host = HostExperts(weights, {ffn.layer: parts_of(ffn) for ffn in ffns}, registrar)
         # A thread unpacks and copies bytes during the steps; a simulated GPU uses the CPU during a step.
         super().__init__(
-            ffns, weights.source.tensors, n_slots, beside=self.device.type != "cpu", empty=n_spare > 0
+            ffns, weights.source.tensors, n_slots, in_thread=self.device.type != "cpu", empty=n_spare > 0
         )
         self._slots = [
             _empty_slots(group.layout, group.n_slots, n_spare, self.device) for group in self.groups
@@ -150,12 +151,6 @@ def _empty_slots(layout: ExpertLayout, n_slots: int, n_spare: int, device: torch
 
 def can_hold(ffn: Ffn, tensors: Mapping[str, TensorInfo], device: torch.device) -> bool:
     """Return whether a device can compute the experts of an MoE layer, bitwise identical to the CPU."""
-    types = {tensors[name].type for op in parts_of(ffn).values() for name in op.weights}
-    kinds = [op.kind for op in (ffn.gate_act, ffn.up_act) if op is not None]
-    neuron_major = isinstance(ffn.down, ExpertSum) and ffn.down.neuron_major
-    return (
-        (device.type == "cpu" or (device.type == "cuda" and not neuron_major))
-        and ffn.mask is None
-        and all(kind in ACTIVATIONS for kind in kinds)
-        and types <= set(EXPERT_TYPES)
-    )
+    on_host = device.type == "cpu"
+    computes = on_host or device.type == "cuda"
+    return computes and not why_not_cached(ffn, tensors, EXPERT_TYPES, neuron_major=on_host)

@@ -29,7 +29,7 @@ from hotset.errors import DeviceError
 from hotset.offload.misses import Fetching, fetched_of, n_fetched
 
 
-class Beside(Protocol):
+class FetchStream(Protocol):
     """A side stream next to the compute stream: `SideStream`, or a test's stream."""
 
     def after_all(self) -> None:
@@ -122,7 +122,7 @@ class FetchPlan:
 class Fetcher:
     """The fetcher of missing experts of a stage.
 
-    fetching: None: nothing is fetched. beside: a test's stream.
+    fetching: None: nothing is fetched. stream: for tests.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class Fetcher:
         cache: GpuExpertCache,
         kernels: Kernels,
         fetching: Fetching | None,
-        beside: Beside | None = None,
+        stream: FetchStream | None = None,
     ) -> None:
         self._cache, self._kernels, self._fetching = cache, kernels, fetching
-        self._beside = beside or SideStream(cache.device)
+        self._beside = stream or SideStream(cache.device)
         self._most: dict[tuple[int, bool], tuple[Tensor, int]] = {}
 
     def __contains__(self, layer: int) -> bool:

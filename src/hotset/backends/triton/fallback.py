@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.base import COUNTS, LOGIT_GROUP, PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE, COUNTS, LOGIT_GROUP
 from hotset.backends.stage import SLICE_VALUES
 from hotset.backends.torch import functions
 from hotset.backends.torch.functions import activate, attend
@@ -520,25 +520,26 @@ def rotate(
 def store_kv(
     k: Tensor,
     v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_tables: Tensor,
+    k_blocks: Tensor,
+    v_blocks: Tensor,
+    block_tables: Tensor,
     sequences: Tensor,
     positions: Tensor,
 ) -> None:
     """Write a step's keys and values to their KV blocks.
 
-    k: [T, n_head_kv * head_dim], v: [T, n_head_kv * head_dim_v]. k_pages, v_pages: float16 or float32
-    [n_pages, n_head_kv, PAGE_SIZE, head_dim or head_dim_v]. page_tables: int32 [n_sequences, max_pages];
-    sequences, positions: int32 [T] (Batch in backends/base.py). A token whose block is -1 is not stored.
+    k: [T, n_head_kv * head_dim], v: [T, n_head_kv * head_dim_v]. k_blocks, v_blocks: float16 or float32
+    [n_blocks, n_head_kv, BLOCK_SIZE, head_dim or head_dim_v]. block_tables: int32
+    [n_sequences, max_kv_blocks]; sequences, positions: int32 [T] (Batch in backends/base.py). A token whose
+    block is -1 is not stored.
     """
     positions = positions.long()
-    page = page_tables[sequences.long(), positions // PAGE_SIZE].long()
-    kept = page >= 0
-    slot = positions % PAGE_SIZE
-    for x, pages in ((k, k_pages), (v, v_pages)):
-        heads = x.reshape(len(x), pages.shape[1], pages.shape[3]).to(pages.dtype)
-        pages[page[kept], :, slot[kept]] = heads[kept]
+    kv_block = block_tables[sequences.long(), positions // BLOCK_SIZE].long()
+    kept = kv_block >= 0
+    slot = positions % BLOCK_SIZE
+    for x, kv_blocks in ((k, k_blocks), (v, v_blocks)):
+        heads = x.reshape(len(x), kv_blocks.shape[1], kv_blocks.shape[3]).to(kv_blocks.dtype)
+        kv_blocks[kv_block[kept], :, slot[kept]] = heads[kept]
 
 
 def rotate_store(
@@ -546,9 +547,9 @@ def rotate_store(
     k: Tensor,
     v: Tensor,
     cos_sin: Tensor | None,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_tables: Tensor,
+    k_blocks: Tensor,
+    v_blocks: Tensor,
+    block_tables: Tensor,
     sequences: Tensor,
     positions: Tensor,
     *,
@@ -564,8 +565,8 @@ def rotate_store(
     """
     if cos_sin is not None:
         q = rotate(q, cos_sin, n_head=n_head, kind=kind, norm_weight=q_norm, eps=eps)
-        k = rotate(k, cos_sin, n_head=k_pages.shape[1], kind=kind, norm_weight=k_norm, eps=eps)
-    store_kv(k, v, k_pages, v_pages, page_tables, sequences, positions)
+        k = rotate(k, cos_sin, n_head=k_blocks.shape[1], kind=kind, norm_weight=k_norm, eps=eps)
+    store_kv(k, v, k_blocks, v_blocks, block_tables, sequences, positions)
     return q
 
 
@@ -574,9 +575,9 @@ def project_heads(
     m: DeviceMatrix,
     bias: Tensor | None,
     cos_sin: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_tables: Tensor,
+    k_blocks: Tensor,
+    v_blocks: Tensor,
+    block_tables: Tensor,
     sequences: Tensor,
     positions: Tensor,
     *,
@@ -587,18 +588,18 @@ def project_heads(
 
     Return the rotated queries, [T, n_head * head_dim].
     """
-    n_head_kv, dim, dim_v = k_pages.shape[1], k_pages.shape[3], v_pages.shape[3]
+    n_head_kv, dim, dim_v = k_blocks.shape[1], k_blocks.shape[3], v_blocks.shape[3]
     widths = [n_head * dim, n_head_kv * dim, n_head_kv * dim_v]
     q, k, v = linear(h, m, bias).split(widths, dim=1)
-    where = page_tables, sequences, positions
-    return rotate_store(q, k, v, cos_sin, k_pages, v_pages, *where, n_head=n_head, kind=kind)
+    where = block_tables, sequences, positions
+    return rotate_store(q, k, v, cos_sin, k_blocks, v_blocks, *where, n_head=n_head, kind=kind)
 
 
 def attention(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_tables: Tensor,
+    k_blocks: Tensor,
+    v_blocks: Tensor,
+    block_tables: Tensor,
     sequences: Tensor,
     positions: Tensor,
     *,
@@ -614,7 +615,7 @@ def attention(
     head_dim_v]. window > 0: a token sees itself and the window - 1 before it. softcap, sinks ([n_head]): see
     graph.Attention. A token whose block is -1 yields zeros.
     """
-    n_head_kv, head_dim_v = k_pages.shape[1], v_pages.shape[3]
+    n_head_kv, head_dim_v = k_blocks.shape[1], v_blocks.shape[3]
     group = n_head // n_head_kv
     out = torch.zeros((len(q), n_head * head_dim_v), device=q.device)
     queries = q.reshape(len(q), n_head_kv, group, -1) * scale
@@ -626,12 +627,12 @@ def attention(
         while last < min(first + QUERY_ROWS, len(tokens)) and tokens[last][0] == tokens[first][0]:
             last += 1
         sequence, n_seen = tokens[first][0], 1 + max(p for _, p in tokens[first:last])
-        pages = page_tables[sequence, : -(-n_seen // PAGE_SIZE)].long()
-        if bool((pages >= 0).all()):
+        kv_blocks = block_tables[sequence, : -(-n_seen // BLOCK_SIZE)].long()
+        if bool((kv_blocks >= 0).all()):
             keys = (
-                k_pages[pages].transpose(0, 1).flatten(1, 2)[:, :n_seen].float()
+                k_blocks[kv_blocks].transpose(0, 1).flatten(1, 2)[:, :n_seen].float()
             )  # [n_head_kv, n_seen, dim]
-            vals = v_pages[pages].transpose(0, 1).flatten(1, 2)[:, :n_seen].float()
+            vals = v_blocks[kv_blocks].transpose(0, 1).flatten(1, 2)[:, :n_seen].float()
             own = positions[first:last].long()[:, None]
             seen = torch.arange(n_seen, device=q.device)[None, :]
             hidden = seen > own

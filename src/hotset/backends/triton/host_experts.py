@@ -20,13 +20,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hotset.backends.cpu.lowering import decoded_vector
+from hotset.backends.decoded import expert_biases
+from hotset.backends.device.experts import expert_rows
 from hotset.backends.triton.matrix import HostRows
 from hotset.backends.triton.weights import DeviceWeights
 from hotset.errors import DeviceError
 from hotset.formats.quants import GGMLType
+from hotset.formats.source import WeightSource
 from hotset.model.operations import ExpertLinear, ExpertSum
-from hotset.offload.uploads import Uploads, matrix_rows
+from hotset.offload.uploads import Uploads
 
 PAGE = 4096  # bytes; memory is registered in whole pages
 
@@ -59,7 +61,7 @@ class HostExperts:
             (layer, name): (type, rows)
             for layer, products in given.items()
             for product, op in products.items()
-            for name, type, rows in _parts(product, op, weights)
+            for name, type, rows in _parts(product, op, weights.source)
         }
         self.n_pinned = 0
         moved: list[tuple[int, int, int]] = []  # first and end address here, offset to the device's address
@@ -100,53 +102,26 @@ class FileExperts(Sequence[np.ndarray]):
     """A sequence of `expert_rows` that reads each item on access, unless the CPU has it in memory."""
 
     op: ExpertLinear | ExpertSum
-    weights: DeviceWeights
+    source: Uploads
 
     def __len__(self) -> int:
         return self.op.n_expert
 
     def __getitem__(self, id: Any) -> Any:
-        assert isinstance(self.weights.source, Uploads)
-        there = self.weights.source.there(self.op.weights[0], id) if len(self.op.weights) == 1 else None
-        return expert_rows(self.op, id, self.weights, there)
-
-
-def expert_rows(
-    op: ExpertLinear | ExpertSum, id: int, weights: DeviceWeights, there: np.ndarray | None = None
-) -> np.ndarray:
-    """Return the bytes of the rows that a product uses of an expert's matrix, uint8 [rows, bytes of a row].
-
-    there: the bytes of all its rows, if they are already in memory.
-    """
-    source = weights.source
-    info = source.tensors[op.weights[0]]
-    stored = info.shape[1]
-    if there is None:
-        part = (op.weights[0], id, 1) if len(op.weights) == 1 else (op.weights[id], 0, stored)
-        there = matrix_rows(source, [part], info.nbytes // info.shape[-1])[:]
-    rows = there.reshape(stored, -1)
-    if isinstance(op, ExpertSum):
-        return rows
-    return rows[op.first_row : op.first_row + op.n_rows]
-
-
-def expert_biases(op: ExpertLinear | ExpertSum, weights: DeviceWeights) -> np.ndarray:
-    """Return the biases of the rows that a product uses, float32 [n_expert, width]."""
-    assert op.bias is not None
-    own = decoded_vector(weights.source, op.bias).reshape(op.n_expert, -1)
-    return own if isinstance(op, ExpertSum) else own[:, op.first_row : op.first_row + op.n_rows]
+        there = self.source.there(self.op.weights[0], id) if len(self.op.weights) == 1 else None
+        return expert_rows(self.source, self.op, id, there)
 
 
 def _parts(
-    name: str, op: ExpertLinear | ExpertSum, weights: DeviceWeights
+    name: str, op: ExpertLinear | ExpertSum, source: WeightSource
 ) -> Iterator[tuple[str, GGMLType, Sequence[np.ndarray]]]:
-    type = GGMLType(weights.source.tensors[op.weights[0]].type)
-    if isinstance(weights.source, Uploads):
-        yield name, type, FileExperts(op, weights)
+    type = GGMLType(source.tensors[op.weights[0]].type)
+    if isinstance(source, Uploads):
+        yield name, type, FileExperts(op, source)
     else:
-        yield name, type, [expert_rows(op, id, weights) for id in range(op.n_expert)]
+        yield name, type, [expert_rows(source, op, id) for id in range(op.n_expert)]
     if op.bias is not None:
-        biases = np.ascontiguousarray(expert_biases(op, weights))
+        biases = expert_biases(source, op)
         yield f"{name}_bias", GGMLType.F32, [own.reshape(1, -1).view(np.uint8) for own in biases]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.base import LOGIT_GROUP, PAGE_SIZE, Batch
+from hotset.backends.base import BLOCK_SIZE, LOGIT_GROUP, Batch
 from hotset.backends.triton.arena import Arena
 from hotset.backends.triton.capture import MAX_CAPTURED
 from hotset.backends.triton.kernels import Kernels
@@ -24,24 +24,24 @@ OUTPUTS = MAX_CAPTURED  # most rows of logits that are copied to the host withou
 KV_DTYPES = {"f16": torch.float16, "f32": torch.float32}
 
 
-class PagedCache:
-    """Keys and values of some layers: per layer [n_pages, n_head_kv, PAGE_SIZE, head_dim or head_dim_v].
+class BlockCache:
+    """Keys and values of some layers: per layer [n_blocks, n_head_kv, BLOCK_SIZE, head_dim or head_dim_v].
 
     Raises UnsupportedModelError for a type other than f16 and f32, which the attention kernels cannot read.
     """
 
     def __init__(
-        self, layers: Iterable[Attention], n_pages: int, kv_type: KVType, device: torch.device
+        self, layers: Iterable[Attention], n_blocks: int, kv_type: KVType, device: torch.device
     ) -> None:
         check_cache(kv_type)
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         layers = list(layers)
         itemsize = KV_DTYPES[kv_type].itemsize
         widths = sum(op.n_head_kv * (op.head_dim + op.head_dim_v) for op in layers)
-        arena = Arena(device, n_pages * PAGE_SIZE * widths * itemsize)
+        arena = Arena(device, n_blocks * BLOCK_SIZE * widths * itemsize)
         for op in layers:
             k, v = (
-                arena.empty((n_pages, op.n_head_kv, PAGE_SIZE, dim), KV_DTYPES[kv_type]).zero_()
+                arena.empty((n_blocks, op.n_head_kv, BLOCK_SIZE, dim), KV_DTYPES[kv_type]).zero_()
                 for dim in (op.head_dim, op.head_dim_v)
             )
             self.layers[op.layer] = k, v
@@ -77,14 +77,14 @@ class StepInputs:
     """The numbers of a batch on the device, and the vectors that enter the stage.
 
     positions, sequences, outputs: int32 [max_batch]. thresholded: int32 [max_batch], not 0 if small values of
-    the token count as zero. page_tables: int32 [max_batch, n_pages], a row per sequence of the step. vectors:
-    float32 [max_batch, width], by the id of the graph's value. copies: a test's copies.
+    the token count as zero. block_tables: int32 [max_batch, n_blocks], a row per sequence of the step.
+    vectors: float32 [max_batch, width], by the id of the graph's value. copies: for tests.
     """
 
     def __init__(
         self,
         max_batch: int,
-        n_pages: int,
+        n_blocks: int,
         vectors: dict[int, int],
         device: torch.device,
         copies: Copies | None = None,
@@ -109,14 +109,14 @@ class StepInputs:
             )
             self._vectors[id], self.vectors[id], self._begins[id] = here.numpy(), there, at
             at += max_batch * width
-        self._tables = torch.full((max_batch, n_pages), -1, dtype=torch.int32, pin_memory=pinned)
-        self.page_tables = self._tables.to(device, copy=True)
+        self._tables = torch.full((max_batch, n_blocks), -1, dtype=torch.int32, pin_memory=pinned)
+        self.block_tables = self._tables.to(device, copy=True)
         self._n_known = 0  # first rows of the tables that are equal here and on the device
 
     @property
     def nbytes(self) -> int:
         """Return the bytes on the device."""
-        return self._on_device.nbytes + self.page_tables.nbytes
+        return self._on_device.nbytes + self.block_tables.nbytes
 
     def fill(self, batch: Batch, vectors: dict[int, np.ndarray | Tensor]) -> None:
         """Copy a checked batch (base.cache_slots) and the vectors that enter, [n_tokens, width] each.
@@ -141,9 +141,9 @@ class StepInputs:
             rows = batch.sequences
             numbers[1, 0] = 0
         else:
-            begins = np.flatnonzero(np.diff(batch.sequences, prepend=-1))
-            rows = batch.sequences[begins]
-            numbers[1, :n] = np.repeat(np.arange(len(rows)), np.diff(begins, append=n))
+            first, lengths = batch.runs()
+            rows = batch.sequences[first]
+            numbers[1, :n] = np.repeat(np.arange(len(rows)), lengths)
         self._fill_tables(batch, rows)
         end = 4 * numbers.shape[1]  # end of the words that one copy transfers
         for id, values in vectors.items():
@@ -159,15 +159,15 @@ class StepInputs:
         self._copies.copy(self._on_device[:end], self._words[:end])
 
     def _fill_tables(self, batch: Batch, rows: np.ndarray) -> None:
-        """Copy the block tables of some sequences if they changed, which happens once in PAGE_SIZE tokens."""
-        width = min(int(batch.positions.max()) // PAGE_SIZE + 1, self._tables.shape[1])
-        tables, n = batch.page_tables[rows, :width], len(rows)
+        """Copy the block tables of some sequences if they changed, as they do once in BLOCK_SIZE tokens."""
+        width = min(int(batch.positions.max()) // BLOCK_SIZE + 1, self._tables.shape[1])
+        tables, n = batch.block_tables[rows, :width], len(rows)
         here, known = self._tables.numpy()[:n, :width], self._n_known
         if n <= known and (here == tables).all():
             return
         self._n_known = 0  # until the copy is queued, in case of an error
         here[:] = tables
-        self._copies.copy(self.page_tables[:n], self._tables[:n])
+        self._copies.copy(self.block_tables[:n], self._tables[:n])
         self._n_known = max(n, known)
 
 

@@ -97,6 +97,13 @@ class WeightBlocks:
     min: Tensor | None = None
     sub_scale: Tensor | None = None
 
+    def values(self) -> Tensor:
+        """Decode the rows to float32 [n, blocks, 32], in the order of operations of formats/quants.py."""
+        scale = self.scale[..., None]
+        if self.sub_scale is not None:
+            scale = (scale * self.sub_scale).repeat_interleave(16, dim=2)
+        return scale * self.q if self.min is None else scale * self.q + self.min[..., None]
+
 
 @dataclass(frozen=True)
 class DeviceMatrix:
@@ -304,8 +311,7 @@ class DeviceMatrix:
             return self.codes[rows].float()
         if self.group_of is not None:
             return self._values_of_planes(self.codes[rows], self.group_of[rows].long())
-        part = {name: getattr(self, name)[rows] for name in _FIELDS[self.type]}
-        return _DECODERS[self.type](part).reshape(len(part["codes"]), self.n_cols)
+        return self.blocks(rows).values().reshape(-1, self.n_cols)
 
     def _values_of_planes(self, codes: Tensor, group: Tensor) -> Tensor:
         half, coarse = HALVES.get(self.type), group // 8 if self.type == GGMLType.Q4_K else group
@@ -326,8 +332,8 @@ class DeviceMatrix:
         """Return whether the weights are floats, not blocks."""
         return self.type in _FLOATS
 
-    def blocks(self, rows: slice) -> WeightBlocks:
-        """Return the blocks of some rows of a quantised matrix that has no planes."""
+    def blocks(self, rows: slice | Tensor) -> WeightBlocks:
+        """Return the blocks of some rows of a quantised matrix that has no planes. rows: as in values."""
         part = {name: getattr(self, name)[rows] for name in _FIELDS[self.type]}
         return _BLOCKS[self.type](part)
 
@@ -416,7 +422,7 @@ def taken_apart(rows: np.ndarray, type: GGMLType) -> dict[str, Tensor]:
     return parts
 
 
-# ---- decoders: fields of n rows → float32, the same operations in the same order as formats/quants.py ------
+# ---- fields of n rows → whole numbers and scales ----------------------------------------------------------
 
 
 def _nibbles(codes: Tensor, half: int) -> Tensor:
@@ -439,26 +445,6 @@ def _column(part: dict[str, Tensor], name: str) -> Tensor:
     return part[name].float()[..., None]
 
 
-def _decode_q4_0(part: dict[str, Tensor]) -> Tensor:
-    return _column(part, "scales") * (_by_blocks(_nibbles(part["codes"], 16), part) - 8)
-
-
-def _decode_q4_1(part: dict[str, Tensor]) -> Tensor:
-    return _column(part, "scales") * _by_blocks(_nibbles(part["codes"], 16), part) + _column(part, "mins")
-
-
-def _decode_q5_0(part: dict[str, Tensor]) -> Tensor:
-    return _column(part, "scales") * (_five_bits(part) - 16)
-
-
-def _decode_q5_1(part: dict[str, Tensor]) -> Tensor:
-    return _column(part, "scales") * _five_bits(part) + _column(part, "mins")
-
-
-def _decode_q8_0(part: dict[str, Tensor]) -> Tensor:
-    return _column(part, "scales") * _by_blocks(part["codes"], part)
-
-
 def _sub_scales_q4_k(part: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the factors of scales and of minimums, uint8 [n, blocks, 8] each."""
     packed = part["sub_scales"].reshape(*part["scales"].shape, 3, 4)
@@ -473,12 +459,6 @@ def _scales_q4_k(part: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return _column(part, "scales") * scale.float(), _column(part, "mins") * minimum.float()
 
 
-def _decode_q4_k(part: dict[str, Tensor]) -> Tensor:
-    scale, minimum = _scales_q4_k(part)
-    q = _nibbles(part["codes"], 32).reshape(*scale.shape, 32).float()
-    return scale[..., None] * q - minimum[..., None]
-
-
 def _codes_q6_k(part: dict[str, Tensor]) -> Tensor:
     """Return the codes of each sub-block plus 32, uint8 [n, blocks, 16, 16]."""
     shape = *part["scales"].shape, 16, 16
@@ -486,25 +466,6 @@ def _codes_q6_k(part: dict[str, Tensor]) -> Tensor:
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=high.device)[:, None]
     high = ((high >> shifts) & 3).reshape(shape)
     return _nibbles(part["codes"], 64).reshape(shape) | high << 4
-
-
-def _decode_q6_k(part: dict[str, Tensor]) -> Tensor:
-    scale = _column(part, "scales") * part["sub_scales"].reshape(*part["scales"].shape, 16).float()
-    return scale[..., None] * (_codes_q6_k(part).float() - 32)
-
-
-_DECODERS: dict[GGMLType, Callable[[dict[str, Tensor]], Tensor]] = {
-    GGMLType.Q4_0: _decode_q4_0,
-    GGMLType.Q4_1: _decode_q4_1,
-    GGMLType.Q5_0: _decode_q5_0,
-    GGMLType.Q5_1: _decode_q5_1,
-    GGMLType.Q8_0: _decode_q8_0,
-    GGMLType.Q4_K: _decode_q4_k,
-    GGMLType.Q6_K: _decode_q6_k,
-}
-
-
-# ---- the same rows as whole numbers and scales -------------------------------------------------------------
 
 
 def _blocks_q4_0(part: dict[str, Tensor]) -> WeightBlocks:

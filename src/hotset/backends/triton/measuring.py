@@ -102,12 +102,12 @@ def measure(
     *,
     n_threads: int | None = None,
     progress: Reporter | None = None,
-    anew: bool = False,
+    again: bool = False,
     path: Path | None = None,
 ) -> DeviceRates:
     """Return the rates of a device next to this CPU.
 
-    `anew`: measure them again, even if they are kept.
+    again: measure them again, even if they are stored.
 
     A Card is estimated. A simulated GPU has the rates of machine.STAND_IN. path: the file that keeps the
     rates. Raises DeviceError for a missing device.
@@ -120,7 +120,7 @@ def measure(
     n_threads = n_threads or usable_cores()
     return once(
         device_key(found, n_threads), lambda kept: DeviceRates(**kept), lambda: measure_now(found, n_threads),
-        f"Measuring this machine with {device}, once.", progress, path, anew=anew,
+        f"Measuring this machine with {device}, once.", progress, path, again=again,
     )  # fmt: skip
 
 
@@ -414,7 +414,8 @@ def channel_rates(
     """
     found = find_device(device)
     works = tuple(
-        replace(works[0], type=type) for type in {OTHERS: 0} | {device_type(w.type): 0 for w in works}
+        replace(works[0], kind=works[0].kind._replace(type=type))
+        for type in {OTHERS: 0} | {device_type(w.type): 0 for w in works}
     )
     if found.type == "cpu":
         return {

@@ -14,6 +14,7 @@ from hotset.backends.base import Backend
 from hotset.backends.cpu.backend import CpuBackend, new_runtime
 from hotset.backends.cpu.worker import TIMEOUT
 from hotset.backends.device.opening import open_chain as chain_of
+from hotset.backends.device.opening import shared_with_cpu
 from hotset.backends.device.stage import CpuShare
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.registry import SIMULATED
@@ -29,7 +30,7 @@ from hotset.model.operations import Embed, ExpertLinear, ExpertSum, NgramEmbed
 from hotset.offload.uploads import Uploads
 from hotset.offload.weight_store import StoredWeights
 from hotset.placement.budget import FLOAT_BYTES, MemoryBudget
-from hotset.placement.build import PlacedPiece, hot_of, mixed_layers, pieces_of, share_of
+from hotset.placement.build import PlacedPiece, mixed_layers, pieces_of, share_of
 from hotset.placement.table import CPU, Placement
 
 if TYPE_CHECKING:
@@ -125,36 +126,29 @@ class _StageOpener:
         """Return the CPU's share of a piece, as StageOpener.share does."""
         return _share(self._placement, piece, self._graph)
 
-    def open_stage(self, piece: PlacedPiece, share: CpuShare, runtime: _core.Runtime | None) -> Stage:
+    def open_stage(
+        self, piece: PlacedPiece, share: CpuShare, worker: CpuOffload | None, runtime: _core.Runtime | None
+    ) -> Stage:
         """Open a stage, as StageOpener.open_stage does."""
         from hotset.backends.triton.stage import GpuStage
 
         device = self._placement.devices[piece.device]
         planned = _planned_for(piece, self._pieces, self._placement)
         gpu = replace(self._gpu, weight_bytes=_weight_bytes(planned))
-        worker = None
-        if share:
-            worker = self._open_worker(device, share, gpu.stream_from, runtime)
-        try:
-            stage = GpuStage(
-                _of_devices(self._weights, runtime), self._graph, device, self._options, span=piece.span,
-                share=share, worker=worker, gpu=gpu,
-            )  # fmt: skip
-        except BaseException:
-            if worker is not None:
-                worker.close()
-            raise
+        stage = GpuStage(
+            _of_devices(self._weights, runtime), self._graph, device, self._options, span=piece.span,
+            share=share, worker=worker, gpu=gpu,
+        )  # fmt: skip
         self.notes.append(f"{device}: kernels in {stage.kernels.name}")
         return stage
 
-    def _open_worker(
-        self, device: str, share: CpuShare, stream_from: int | None, runtime: _core.Runtime | None
-    ) -> CpuOffload:
+    def open_worker(self, piece: PlacedPiece, share: CpuShare, runtime: _core.Runtime) -> CpuOffload:
         """Open the CPU worker of a device's layers, and note the reason for its synchronisation."""
+        device = self._placement.devices[piece.device]
         chosen = None if self._worker.synchronisation else synchronisation(device)
         worker = replace(self._worker, synchronisation=chosen.kind) if chosen else self._worker
         opened = _cpu_offload(
-            self._weights, self._graph, share, device, self._options, worker, stream_from, runtime
+            self._weights, self._graph, share, device, self._options, worker, self._gpu.stream_from, runtime
         )
         shared = [f"{len(share.hot)} layers share their neurons"] if share.hot else []
         shared += [f"{len(share.experts)} layers their experts"] if share.experts else []
@@ -166,15 +160,12 @@ class _StageOpener:
 def _share(placement: Placement, piece: PlacedPiece, graph: Graph) -> CpuShare:
     """Return the hot neurons of split layers of a piece, and its layers with experts on the CPU."""
     mixed = mixed_layers(graph)
-    experts = [i for i in piece.layers if i in mixed]
-    share = CpuShare(hot_of(placement, piece), experts)
-    if not experts or not placement.expert_slots:
-        return share
+    share = shared_with_cpu(placement, piece, mixed)
     fetching = placement.fetching[piece.device] if placement.fetching else None
-    if fetching is not None:
-        fetching = replace(fetching, n_spare=share_of(fetching.n_spare, mixed, piece, placement))
-    n_slots = share_of(placement.expert_slots[piece.device], mixed, piece, placement)
-    return replace(share, expert_slots=n_slots, fetching=fetching)
+    if fetching is None or not share.experts or not placement.expert_slots:
+        return share
+    n_spare = share_of(fetching.n_spare, mixed, piece, placement)
+    return replace(share, fetching=replace(fetching, n_spare=n_spare))
 
 
 def _cpu_offload(
@@ -232,12 +223,12 @@ def host_workspace(
         for piece in pieces_of(graph, placement):
             is_on_host = piece.device == CPU
             if is_on_host:
-                small = replace(options, n_pages=1)
+                small = replace(options, n_blocks=1)
                 stage = CpuBackend(weights, graph, small, span=piece.span, runtime=runtime)
                 total += stage.buffer_bytes
                 stage.close()
                 continue
-            total += _exchanged_bytes(graph, options.n_pages, options.max_batch)
+            total += _exchanged_bytes(graph, options.n_blocks, options.max_batch)
             if share := _share(placement, piece, graph):
                 offload = _cpu_offload(
                     weights, graph, share, SIMULATED, options, worker, STREAM_FROM, runtime
@@ -253,12 +244,12 @@ def host_workspace(
     return total + _staged_bytes(placement, weights, graph)
 
 
-def _exchanged_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
+def _exchanged_bytes(graph: Graph, n_blocks: int, max_batch: int) -> int:
     """Return the host bytes for the inputs and outputs of one stage on a device.
 
     They are a step's numbers, the entering rows (looked up, and their copy), and the leaving rows.
     """
-    return FLOAT_BYTES * max_batch * (n_pages + 4 + 4 * graph.ops[0].out.width)
+    return FLOAT_BYTES * max_batch * (n_blocks + 4 + 4 * graph.ops[0].out.width)
 
 
 def _staged_bytes(placement: Placement, weights: StoredWeights, graph: Graph) -> int:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hotset.backends.device.planning import within_budget
 from hotset.backends.registry import SIMULATED
 from hotset.backends.triton.devices import find_device, free_bytes
 from hotset.backends.triton.measuring import device_key, force_misses, measure
 from hotset.backends.triton.plugin import check_cache
-from hotset.errors import OutOfMemoryError, UnsupportedModelError
+from hotset.errors import UnsupportedModelError
 from hotset.memory import free_memory
 from hotset.offload.expert_cache import layout_numbers
 from hotset.placement.budget import LayerFacts, ModelFacts, model_facts
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from hotset.formats.overlay import Overlay
     from hotset.model.graph import Graph
 
-KEPT_FREE = 256 << 20  # bytes of a GPU that stay free without a budget
 # Bytes of a CUDA device that torch's allocator needs in addition to tensors: the ends of pieces (arena.py),
 # the pool of captured steps, and values and streamed rows in segments of 20 MiB.
 ALLOCATOR_BYTES = 96 << 20
@@ -48,8 +48,8 @@ def placement_facts(model: ModelToPlace, devices: Sequence[str | Card]) -> Place
     settings, config = model.settings, model.config
     check_placeable(model)
     facts = model_facts(
-        model.graph, model.weights.tensors, mode=model.mode, kv_type=settings.kv_type, n_pages=model.n_pages,
-        max_batch=settings.max_batch,
+        model.graph, model.weights.tensors, mode=model.mode, kv_type=settings.kv_type,
+        n_blocks=model.n_blocks, max_batch=settings.max_batch,
     )  # fmt: skip
     facts = replace(facts, layers=_with_caches(facts, model.graph, model.weights, devices))
     of_cpu: dict[str, Any] = {"n_threads": settings.n_threads, "progress": settings.progress}
@@ -127,18 +127,9 @@ def limit_of(device: str | Card, context: int, budget: float | None) -> Device:
     else:
         found = find_device(device)
         name, kind, free = device, found.type, free_bytes(found) + context  # the context already exists
-    spare = ALLOCATOR_BYTES if kind == "cuda" else 0
-    if budget is None or budget == -1:
-        return Device(name, max(free - (KEPT_FREE if kind != "cpu" else 0), 0), context, spare)
-    limit = int(budget * 2**30)
-    if limit > free and isinstance(device, Card):
-        raise OutOfMemoryError(
-            f"a budget of {budget:g} GiB is more than the {device.memory:g} GiB of the {name}; lower "
-            "vram_budget, or name another card with `gpu`"
-        )
-    if limit > free:
-        raise OutOfMemoryError(
-            f"a budget of {budget:g} GiB is more than the {free / 2**30:.1f} GiB that are free on {name}; "
-            "lower vram_budget, or free some of its memory"
-        )
-    return Device(name, limit, context, spare)
+    whole = Device(name, free, context, ALLOCATOR_BYTES if kind == "cuda" else 0)
+    if kind == "cpu" and budget in (None, -1):  # a simulated device
+        return whole
+    if isinstance(device, Card):
+        return within_budget(whole, budget, f"of the {name}", "name another card with `gpu`")
+    return within_budget(whole, budget, f"that are free on {name}")

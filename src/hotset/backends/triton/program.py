@@ -21,77 +21,37 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, assert_never
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hotset.backends.decoded import decoded_vector
+from hotset.backends.device.stage import DeviceWorker
 from hotset.backends.triton.experts_fetch import Fetcher, FetchPlan
 from hotset.backends.triton.fallback import N_COUNTS, Entering, TokenThreshold
 from hotset.backends.triton.kernels import Kernels
-from hotset.backends.triton.kv import PagedCache, StepInputs
+from hotset.backends.triton.kv import BlockCache, StepInputs
 from hotset.backends.triton.stream import CopyStream, CpuWorkerRows
 from hotset.backends.triton.weights import DeviceWeights
 from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.model import operations as ops
 from hotset.model.fusion import Fused, fuse
 from hotset.model.graph import Graph, thresholded_products
-from hotset.model.operations import (
-    PARTS,
-    Activate,
-    Add,
-    AddStreams,
-    Attention,
-    ChannelScan,
-    DeltaNet,
-    Embed,
-    ExpertLinear,
-    ExpertSum,
-    Ffn,
-    GaussianTopK,
-    HeadDot,
-    Heads,
-    HyperConnection,
-    LayerNorm,
-    Linear,
-    LowRank,
-    Mask,
-    MatchMagnitude,
-    Multiply,
-    NgramEmbed,
-    PoolBlocks,
-    PositionGain,
-    RMSNorm,
-    Rope,
-    Rotate,
-    Route,
-    Scale,
-    SelectiveScan,
-    SelectOutputs,
-    ShortConv,
-    SimilarityGate,
-    SoftCap,
-    Threshold,
-    TransposedHeads,
-    TransposedLinear,
-    UnitNorm,
-    Value,
-    Wkv,
-    has_zeros,
-    one_matrix,
-)
+from hotset.model.operations import PARTS, Primitive, Value, has_zeros, one_matrix
 from hotset.model.rope import position_gain
 
 
-class CpuWorkerProtocol(Protocol):
+class CpuWorkerProtocol(DeviceWorker, Protocol):
     """The CPU worker of split layers (cpu_offload.CpuOffload), for steps of up to max_batch tokens.
 
     capturable: whether submit and collect only put work on the device's stream, so that a graph can
-    capture them; otherwise the host waits in between. layers: ascending.
+    capture them; otherwise the host waits in between.
     """
 
     max_batch: int
-    layers: tuple[int, ...]
 
     @property
     def capturable(self) -> bool: ...
@@ -124,22 +84,6 @@ class CpuWorkerProtocol(Protocol):
         """Return the submitted experts of the latest step of an MoE model, int32 [n_tokens, n_used]."""
         ...
 
-    def counts(self) -> np.ndarray:
-        """Return the first 5 of base.COUNTS of the worker's latest step, int64 [len(layers), 5]."""
-        ...
-
-    def seconds(self) -> np.ndarray:
-        """Return the seconds of the worker's latest step, float64 [len(layers)]."""
-        ...
-
-    def cancel(self, reason: str) -> None:
-        """Abort the running step, from any thread, so that no thread waits any longer."""
-        ...
-
-    def close(self) -> None:
-        """Close the worker. It is safe to call this twice."""
-        ...
-
 
 @dataclass
 class RunningStep:
@@ -160,7 +104,7 @@ class RunningStep:
     weights: dict[int, Tensor] = field(default_factory=dict)  # layer → weights of each token's experts
     own: dict[int, Tensor] = field(default_factory=dict)  # layer → results of the device's experts
     choices: dict[int, FetchPlan] = field(default_factory=dict)  # layer → division of each token's experts
-    angles: dict[Rope, Tensor] = field(default_factory=dict)
+    angles: dict[ops.Rope, Tensor] = field(default_factory=dict)
     normed: dict[int, Entering] = field(default_factory=dict)  # by the id of an RMSNorm's input
 
 
@@ -191,7 +135,7 @@ class StageParts:
     """
 
     weights: DeviceWeights
-    cache: PagedCache
+    cache: BlockCache
     kernels: Kernels
     hot: dict[int, np.ndarray]
     cold: CpuWorkerProtocol | None
@@ -245,7 +189,7 @@ class Program:
 
     # ---- groups → calls ----
 
-    def _scores_of_bits(self, groups: list[Fused], graph: Graph) -> dict[int, Mask]:
+    def _scores_of_bits(self, groups: list[Fused], graph: Graph) -> dict[int, ops.Mask]:
         """Find predictor scores of which only the bits are used, by id.
 
         If one product makes the scores, it makes the bits directly, and the value holds the bits.
@@ -262,14 +206,14 @@ class Program:
             and value != graph.result
         }
 
-    def _norms_of_products(self, groups: list[Fused]) -> dict[int, RMSNorm]:
+    def _norms_of_products(self, groups: list[Fused]) -> dict[int, ops.RMSNorm]:
         """Find RMSNorms that the product before them can compute, and return them by the id of their input.
 
         Only one group of products may read such a norm.
         """
         readers: dict[int, list[Fused]] = {}
         for group in groups:
-            if isinstance(norm := _norm_of(group), RMSNorm | LayerNorm):
+            if isinstance(norm := _norm_of(group), ops.RMSNorm | ops.LayerNorm):
                 readers.setdefault(norm.x.id, []).append(group)
         made = {group.out[0].id for group in groups if self._ends_in_product(group)}
         return {
@@ -281,17 +225,17 @@ class Program:
     def _ends_in_product(self, group: Fused) -> bool:
         """Return whether a group's value is one product by rows, possibly with a sum."""
         if (ffn := group.ffn) is None:
-            ops, alone = group.linears, len(group.linears) == 1 and group.first(Activate) is None
-            return alone and group.out[0].id not in self._bits_of and not self._is_input_major(ops)
+            operations, alone = group.linears, len(group.linears) == 1 and group.first(ops.Activate) is None
+            return alone and group.out[0].id not in self._bits_of and not self._is_input_major(operations)
         whole = ffn.route is None and ffn.layer not in self._hot
-        return whole and isinstance(ffn.down, Linear) and not self._is_input_major([ffn.down])
+        return whole and isinstance(ffn.down, ops.Linear) and not self._is_input_major([ffn.down])
 
     def _takes_weighed(self, group: Fused) -> bool:
         """Return whether only products by rows read the result of a group's RMSNorm."""
-        if not isinstance(norm := _norm_of(group), RMSNorm) or norm.n_head > 1:
+        if not isinstance(norm := _norm_of(group), ops.RMSNorm) or norm.n_head > 1:
             return False
         if (ffn := group.ffn) is None:
-            is_plain = group.first(Threshold) is None and group.out[0].id not in self._bits_of
+            is_plain = group.first(ops.Threshold) is None and group.out[0].id not in self._bits_of
             return is_plain and not self._is_input_major(group.linears)
         if ffn.in_threshold is not None or ffn.route is not None or ffn.layer in self._hot:
             return False
@@ -299,7 +243,7 @@ class Program:
         by_rows = self._leaves_out_rows(ffn) and self._sparse
         return not by_rows and not self._is_input_major(linears)
 
-    def _is_input_major(self, linears: list[Linear]) -> bool:
+    def _is_input_major(self, linears: list[ops.Linear]) -> bool:
         return any(op.weight in self._input_major for op in linears)
 
     def _projections_of_heads(self, groups: list[Fused]) -> dict[int, Fused]:
@@ -311,7 +255,7 @@ class Program:
         products = {tuple(group.out): group for group in groups if len(group.linears) == 3}
         found = {}
         for group in groups:
-            if not isinstance(group.ops[-1], Attention):
+            if not isinstance(group.ops[-1], ops.Attention):
                 continue
             heads = _heads_of(group)
             product = products.get((heads.q, heads.k, heads.v))
@@ -357,7 +301,7 @@ class Program:
         Most groups have one call, a split FFN two (submit, then compute and collect), an MoE layer three.
         """
         layer, part = max(group.layer, 0), PARTS.index(group.part)
-        activate = group.first(Activate) if group.ffn is None else group.ffn.gate_act
+        activate = group.first(ops.Activate) if group.ffn is None else group.ffn.gate_act
         if activate is not None and activate.xielu is not None:
             raise UnsupportedModelError("xIELU is computed on the CPU; use device='cpu'")
         outs, reads = tuple(group.out), tuple(group.reads)
@@ -379,122 +323,102 @@ class Program:
                 Call(finish, layer, part, after, outs, inside),
             ]
         main = group.ops[-1]
-        kind: Any = {Attention: "attention", SelectOutputs: "outputs"}.get(type(main), "")
+        kind: Any = {ops.Attention: "attention", ops.SelectOutputs: "outputs"}.get(type(main), "")
         return [Call(self._lower(group), layer, part, reads, outs, inside, kind)]
 
-    def _lower(  # noqa: C901 - a case for each operation
-        self, group: Fused
-    ) -> Callable[[RunningStep], None]:
+    def _lower(self, group: Fused) -> Callable[[RunningStep], None]:
         main = group.ops[-1]
         if group.linears:
             return self._linears(group)
-        if isinstance(first := group.ops[0], TransposedLinear):
+        if isinstance(first := group.ops[0], ops.TransposedLinear):
             return self._transposed(group, first)
         out = main.out.id
         match main:
-            case Embed():
+            case ops.Embed():
                 return lambda f: f.values.__setitem__(out, f.inputs.vectors[out][: f.n])
-            case (
-                NgramEmbed() | ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv()
-                | PoolBlocks() | HeadDot() | SimilarityGate()
-            ):  # fmt: skip
-                raise UnsupportedModelError("recurrent layers are computed on the CPU; use device='cpu'")
-            case SelectOutputs():
+            case ops.SelectOutputs():
                 x = main.x.id
                 return lambda f: f.values.__setitem__(out, f.values[x].index_select(0, f.outputs))
-            case Attention():
+            case ops.Attention():
                 return self._attention(group, main)
-            case Threshold():
+            case ops.Threshold():
                 left = self._entered(main.x, None, main)
                 return lambda f: f.values.__setitem__(out, left(f))
-            case Rotate():
+            case ops.Rotate():
                 return self._rotate(main)
-            case PositionGain():
+            case ops.PositionGain():
                 return self._position_gain(main)
             case (
-                RMSNorm() | LayerNorm() | Activate() | GaussianTopK() | Mask() | Add() | Multiply() | Scale()
-                | SoftCap()
+                ops.RMSNorm() | ops.LayerNorm() | ops.Activate() | ops.GaussianTopK() | ops.Mask() | ops.Add()
+                | ops.Multiply() | ops.Scale() | ops.SoftCap()
             ):  # fmt: skip
                 compute = self._elementwise(main)
                 return lambda f: f.values.__setitem__(out, compute(f.values))
-            case AddStreams() | MatchMagnitude() | HyperConnection() | LowRank():
-                raise UnsupportedModelError(
-                    "several residual streams, and adapters (LoRA), are computed on the CPU; use device='cpu'"
-                )
-            case UnitNorm():
-                raise UnsupportedModelError(
-                    "norms without weights (of values, as in Gemma 4) are computed on the CPU; use "
-                    "device='cpu'"
-                )
-            case Heads() | TransposedHeads():
-                raise UnsupportedModelError("latent attention is computed on the CPU; use device='cpu'")
-            case Route() | ExpertLinear() | ExpertSum():
+            case ops.Route() | ops.ExpertLinear() | ops.ExpertSum():
                 # Parts of an FFN that is not fused, because of a tap or predictors of experts.
                 raise UnsupportedModelError(
                     "experts with predictors, and values inside experts, are computed only on the CPU; use "
                     "device='cpu'"
                 )
-            case Linear() | TransposedLinear() | Ffn():
+            case ops.Linear() | ops.TransposedLinear() | ops.Ffn():
                 raise AssertionError(f"{main.out.name} is not the last operation of a group")
             case _:
                 raise UnsupportedModelError(
                     f"the operation {type(main).__name__} is computed on the CPU; use device='cpu'"
                 )
 
-    def _elementwise(
-        self, op: RMSNorm | LayerNorm | Activate | GaussianTopK | Mask | Add | Multiply | Scale | SoftCap
-    ) -> Callable[[dict[int, Tensor]], Tensor]:
+    def _elementwise(self, op: Primitive) -> Callable[[dict[int, Tensor]], Tensor]:
         k = self._kernels
         match op:
-            case RMSNorm() | LayerNorm():
+            case ops.RMSNorm() | ops.LayerNorm():
                 norm, x = self._norm(op), op.x.id
                 return lambda v: norm(v[x], None)
-            case Activate():
+            case ops.Activate():
                 x, kind, threshold = op.x.id, op.kind, op.threshold
                 return lambda v: k.activate(v[x], kind, threshold)
-            case GaussianTopK():
+            case ops.GaussianTopK():
                 x, multiplier = op.x.id, op.multiplier
                 return lambda v: k.gaussian_top_k(v[x], multiplier)
-            case Mask():
+            case ops.Mask():
                 x, scores, least, first = op.x.id, op.scores.id, op.threshold, op.first
                 return lambda v: v[x] * torch.nn.functional.pad(~(v[scores] < least), (first, 0), value=True)
-            case Add():
+            case ops.Add():
                 a, b = op.a.id, op.b.id
                 return lambda v: v[a] + v[b]
-            case Multiply():
+            case ops.Multiply():
                 a, b = op.a.id, op.b.id
                 return lambda v: v[a] * v[b]
-            case Scale():
+            case ops.Scale():
                 x, factor = op.x.id, op.factor
                 if op.weight is None:
                     return lambda v: v[x] * factor
                 weight = self._weights.vector(op.weight)
                 return lambda v: v[x] * factor * weight
-            case SoftCap():
+            case ops.SoftCap():
                 x, cap = op.x.id, op.cap
                 return lambda v: torch.tanh(v[x] / cap) * cap
             case _:
-                assert_never(op)
+                raise AssertionError(f"{op.out.name} is not a value of an elementwise operation")
 
-    def _norm_weight(self, op: RMSNorm | LayerNorm) -> Tensor:
+    def _norm_weight(self, op: ops.RMSNorm | ops.LayerNorm) -> Tensor:
         if op.weight is None:
-            return self._weights.tensor(("ones", op.x.width), np.ones(op.x.width, np.float32))
+            return self._weights.made(("ones", op.x.width), lambda: np.ones(op.x.width, np.float32))
         return self._weights.vector(op.weight)
 
-    def _norm(self, op: RMSNorm | LayerNorm) -> Callable[[Tensor, TokenThreshold | None], Tensor]:
+    def _norm(self, op: ops.RMSNorm | ops.LayerNorm) -> Callable[[Tensor, TokenThreshold | None], Tensor]:
         """Return a function that applies a norm and then a threshold."""
         k, eps = self._kernels, op.eps
-        if isinstance(op, LayerNorm) and op.n_head > 1:
+        if isinstance(op, ops.LayerNorm) and op.n_head > 1:
             raise UnsupportedModelError("layer norms of heads are computed on the CPU; use device='cpu'")
         weight = self._norm_weight(op)
-        if isinstance(op, LayerNorm):
+        if isinstance(op, ops.LayerNorm):
             bias = self._weights.bias(op.bias)
             return lambda x, by: k.layer_norm(x, weight, bias, eps, by)
         n_head = op.n_head
         return lambda x, by: k.rms_norm(x, weight, eps, n_head, by)
 
     def _entered(
-        self, x: Value, norm: RMSNorm | LayerNorm | None, input_threshold: Threshold | None
+        self, x: Value, norm: ops.RMSNorm | ops.LayerNorm | None, input_threshold: ops.Threshold | None
     ) -> Callable[[RunningStep], Any]:
         """Return a function for the input of a product: x, normalised, without small values.
 
@@ -517,11 +441,11 @@ class Program:
         """
         linears, norm, input_threshold = (
             group.linears,
-            group.first(RMSNorm, LayerNorm),
-            group.first(Threshold),
+            group.first(ops.RMSNorm, ops.LayerNorm),
+            group.first(ops.Threshold),
         )
         x, residual = (norm or input_threshold or linears[0]).x, _id(group.residual(linears[0].out))
-        outs, k, activate = [value.id for value in group.out], self._kernels, group.first(Activate)
+        outs, k, activate = [value.id for value in group.out], self._kernels, group.first(ops.Activate)
         if (mask := self._bits_of.get(outs[0])) is not None:
             (op,), threshold, first = linears, mask.threshold, mask.first
             matrix, bias = self._weights.linear(op), self._weights.biases([op])
@@ -549,7 +473,9 @@ class Program:
 
         return run
 
-    def _product_and_norm(self, op: Linear, out: int) -> Callable[[RunningStep, Tensor, Tensor | None], None]:
+    def _product_and_norm(
+        self, op: ops.Linear, out: int
+    ) -> Callable[[RunningStep, Tensor, Tensor | None], None]:
         """Lower a product together with the RMSNorm that reads its value."""
         norm, k = self._norms_ahead[out], self._kernels
         rows, bias, weight = self._weights.linear(op), self._weights.biases([op]), self._norm_weight(norm)
@@ -560,28 +486,28 @@ class Program:
         return run
 
     def _project_heads(
-        self, linears: list[Linear], attention: Fused, entered: Callable[[RunningStep], Any]
+        self, linears: list[ops.Linear], attention: Fused, entered: Callable[[RunningStep], Any]
     ) -> Callable[[RunningStep], None]:
         """Lower queries, keys and values to one product that also rotates and stores them.
 
         Its value is the queries.
         """
         main, heads, k = attention.ops[-1], _heads_of(attention), self._kernels
-        assert isinstance(main, Attention)
+        assert isinstance(main, ops.Attention)
         assert heads.rope is not None
         rows, bias = self._weights.linear(*linears), self._weights.biases(linears)
-        (k_pages, v_pages), angles = self._cache.layers[main.layer], self._angles(heads.rope)
+        (k_blocks, v_blocks), angles = self._cache.layers[main.layer], self._angles(heads.rope)
         kind, n_head, out = heads.rope.kind, main.n_head, heads.q.id
 
         def run(f: RunningStep) -> None:
             f.values[out] = k.project_heads(
-                entered(f), rows, bias, angles(f), k_pages, v_pages, *_where(f), n_head=n_head, kind=kind
+                entered(f), rows, bias, angles(f), k_blocks, v_blocks, *_where(f), n_head=n_head, kind=kind
             )
 
         return run
 
     def _products(
-        self, linears: list[Linear], after: dict[str, Any] | None = None
+        self, linears: list[ops.Linear], after: dict[str, Any] | None = None
     ) -> Callable[[Tensor, Tensor | None], list[Tensor]]:
         """Return a function for products of one input, with a sum for each.
 
@@ -589,8 +515,8 @@ class Program:
         """
         assert not after or len(linears) == 1
         stacks = self._stacks(linears)
-        products = [self._product(ops, after or {}) for ops in stacks]
-        widths = [[op.out.width for op in ops] for ops in stacks]
+        products = [self._product(operations, after or {}) for operations in stacks]
+        widths = [[op.out.width for op in operations] for operations in stacks]
 
         def run(h: Tensor, added: Tensor | None) -> list[Tensor]:
             return [
@@ -601,7 +527,7 @@ class Program:
 
         return run
 
-    def _stacks(self, linears: list[Linear]) -> list[list[Linear]]:
+    def _stacks(self, linears: list[ops.Linear]) -> list[list[ops.Linear]]:
         """Stack products of one input and type, such as q, k and v, or gate and up.
 
         This makes fewer and larger launches.
@@ -611,16 +537,21 @@ class Program:
         }
         return [linears] if len(kinds) == 1 else [[op] for op in linears]
 
-    def _product(self, ops: list[Linear], after: dict[str, Any]) -> Callable[[Tensor, Tensor | None], Tensor]:
+    def _product(
+        self, operations: list[ops.Linear], after: dict[str, Any]
+    ) -> Callable[[Tensor, Tensor | None], Tensor]:
         """Return a function for one product with matrices of one type.
 
         With input-major matrices it does not read the rows of zero inputs.
         """
-        bias, k = self._weights.biases(ops), self._kernels
-        if ops[0].weight not in self._input_major:
-            rows = self._weights.linear(*ops)
+        bias, k = self._weights.biases(operations), self._kernels
+        if operations[0].weight not in self._input_major:
+            rows = self._weights.linear(*operations)
             return lambda h, added: k.linear(h, rows, bias, added, **after)
-        matrix, left_out = self._weights.input_major(*ops), self._counts[ops[0].layer, N_COUNTS - 1 :]
+        matrix, left_out = (
+            self._weights.input_major(*operations),
+            self._counts[operations[0].layer, N_COUNTS - 1 :],
+        )
 
         def run(h: Tensor, added: Tensor | None) -> Tensor:
             y = k.linear_t(h, matrix, bias, added, left_out=left_out)
@@ -628,7 +559,7 @@ class Program:
 
         return run
 
-    def _transposed(self, group: Fused, main: TransposedLinear) -> Callable[[RunningStep], None]:
+    def _transposed(self, group: Fused, main: ops.TransposedLinear) -> Callable[[RunningStep], None]:
         matrix, bias = self._weights.down(main), self._weights.bias(main.bias)
         x, out, k = main.x.id, group.out[0].id, self._kernels
         residual = _id(group.residual(main.out))
@@ -639,7 +570,7 @@ class Program:
 
         return run
 
-    def _rotate(self, op: Rotate) -> Callable[[RunningStep], None]:
+    def _rotate(self, op: ops.Rotate) -> Callable[[RunningStep], None]:
         angles, x, out, k = self._angles(op.rope), op.x.id, op.out.id, self._kernels
 
         def run(f: RunningStep) -> None:
@@ -647,10 +578,10 @@ class Program:
 
         return run
 
-    def _position_gain(self, op: PositionGain) -> Callable[[RunningStep], None]:
+    def _position_gain(self, op: ops.PositionGain) -> Callable[[RunningStep], None]:
         """Look up the gain of each token in a table with one entry for each length of the context."""
         firsts = np.arange(-(-self._n_ctx // op.length)) * op.length
-        table = self._weights.tensor(("gain", op.beta, op.length), position_gain(op, firsts))
+        table = self._weights.made(("gain", op.beta, op.length), lambda: position_gain(op, firsts))
         out = op.out.id
 
         def run(f: RunningStep) -> None:
@@ -658,7 +589,7 @@ class Program:
 
         return run
 
-    def _angles(self, rope: Rope) -> Callable[[RunningStep], Tensor]:
+    def _angles(self, rope: ops.Rope) -> Callable[[RunningStep], Tensor]:
         """Return a function for cos and sin of the step's positions.
 
         The first layer that needs them computes them.
@@ -673,7 +604,7 @@ class Program:
 
         return angles
 
-    def _attention(self, group: Fused, main: Attention) -> Callable[[RunningStep], None]:
+    def _attention(self, group: Fused, main: ops.Attention) -> Callable[[RunningStep], None]:
         """Lower attention with its fused head norms and rotations."""
         if not main.causal:
             raise UnsupportedModelError("attention of encoders is computed on the CPU; use device='cpu'")
@@ -688,7 +619,7 @@ class Program:
         for side, norm in (("q_norm", heads.q_norm), ("k_norm", heads.k_norm)):
             if norm is not None:
                 norms[side], norms["eps"] = self._weights.vector(norm.weight), norm.eps
-        k_pages, v_pages = self._cache.layers[main.layer]
+        k_blocks, v_blocks = self._cache.layers[main.layer]
         rope, is_stored = heads.rope, heads.q.id in self._projections
         angles = self._angles(rope) if rope else None
         kind = rope.kind if rope else "norm"
@@ -700,14 +631,14 @@ class Program:
             if not is_stored:
                 keys, values = (f.values[id] for id in ids[1:])
                 if angles is None:
-                    k.store_kv(keys, values, k_pages, v_pages, *where)
+                    k.store_kv(keys, values, k_blocks, v_blocks, *where)
                 else:
                     queries = k.rotate_store(
-                        queries, keys, values, angles(f), k_pages, v_pages, *where,
+                        queries, keys, values, angles(f), k_blocks, v_blocks, *where,
                         n_head=main.n_head, kind=kind, **norms,
                     )  # fmt: skip
             f.values[out] = k.attention(
-                queries, k_pages, v_pages, *where,
+                queries, k_blocks, v_blocks, *where,
                 n_head=main.n_head, scale=main.scale, window=main.window, softcap=main.softcap,
                 sinks=sinks,
             )  # fmt: skip
@@ -716,10 +647,10 @@ class Program:
 
     # ---- MoE models
 
-    def _experts(self, group: Fused, ffn: Ffn) -> list[Call]:
+    def _experts(self, group: Fused, ffn: ops.Ffn) -> list[Call]:
         """Lower an MoE layer to three calls: route, submit to the CPU worker, and sum collected results."""
         op, cold, k, layer = ffn.select, self._cold, self._kernels, ffn.layer
-        if not isinstance(op, Route) or cold is None or ffn.selected.name in self._kept_names:
+        if not isinstance(op, ops.Route) or cold is None or ffn.selected.name in self._kept_names:
             raise UnsupportedModelError(
                 "experts with predictors, and values inside experts, are computed only on the CPU; use "
                 "device='cpu'"
@@ -776,7 +707,7 @@ class Program:
 
     # ---- FFNs
 
-    def _bits(self, mask: Mask | None) -> Callable[[RunningStep], Tensor | None]:
+    def _bits(self, mask: ops.Mask | None) -> Callable[[RunningStep], Tensor | None]:
         if mask is None:
             return lambda _: None
         k, scores, threshold, first = self._kernels, mask.scores.id, mask.threshold, mask.first
@@ -784,19 +715,16 @@ class Program:
             return lambda f: f.values[scores]
         return lambda f: k.pack_bits(f.values[scores], threshold, first)
 
-    def _whole(self, ffn: Ffn, residual: Value | None, out: Value) -> Callable[[RunningStep], None]:
+    def _whole(self, ffn: ops.Ffn, residual: Value | None, out: Value) -> Callable[[RunningStep], None]:
         """Lower an FFN with all neurons on the device. A tap keeps their values."""
         k, counts, selected = self._kernels, self._counts[ffn.layer], ffn.selected
-        entered, bits, added_id = (
-            self._entered(ffn.x, ffn.norm, ffn.in_threshold),
-            self._bits(ffn.mask),
-            _id(residual),
-        )
+        entered = self._entered(ffn.x, ffn.norm, ffn.in_threshold)
+        bits, added_id = self._bits(ffn.mask), _id(residual)
         values, thresholds = self._values(ffn), _neuron_thresholds(ffn)
         is_kept = selected.name in self._kept_names
         down = ffn.down
         by_rows = self._leaves_out_rows(ffn) and self._sparse
-        if isinstance(down, TransposedLinear) and by_rows and not is_kept and ffn.sub_norm is None:
+        if isinstance(down, ops.TransposedLinear) and by_rows and not is_kept and ffn.sub_norm is None:
             given = self._rows(ffn, None) | _activations(ffn)
             matrix, bias = self._weights.down(down), self._weights.bias(down.bias)
 
@@ -823,22 +751,22 @@ class Program:
         return run
 
     def _down(
-        self, op: Linear | TransposedLinear | ExpertSum, out: int
+        self, op: ops.Linear | ops.TransposedLinear | ops.ExpertSum, out: int
     ) -> Callable[[RunningStep, Tensor, Tensor | None], None]:
         """Return a function for the down projection of neuron values, plus an addend."""
         k = self._kernels
-        if isinstance(op, TransposedLinear):
+        if isinstance(op, ops.TransposedLinear):
             neuron_major, bias = self._weights.down(op), self._weights.bias(op.bias)
             return lambda f, neurons, added: f.values.__setitem__(
                 out, k.linear_t(neurons, neuron_major, bias, added)
             )
-        assert isinstance(op, Linear)
+        assert isinstance(op, ops.Linear)
         if out in self._norms_ahead:
             return self._product_and_norm(op, out)
         products = self._products([op])
         return lambda f, neurons, added: f.values.__setitem__(out, products(neurons, added)[0])
 
-    def _leaves_out_rows(self, ffn: Ffn) -> bool:
+    def _leaves_out_rows(self, ffn: ops.Ffn) -> bool:
         """Return whether single rows of gate and up are skipped.
 
         Otherwise both are read whole, or input-major.
@@ -848,7 +776,7 @@ class Program:
             return False
         return has_zeros(ffn.gate_act.kind) or ffn.mask is not None or by_threshold
 
-    def _values(self, ffn: Ffn) -> Callable[[RunningStep, Tensor, Tensor | None], Tensor]:
+    def _values(self, ffn: ops.Ffn) -> Callable[[RunningStep, Tensor, Tensor | None], Tensor]:
         """Return a function for the neuron values, from the FFN's input and the bits of predicted neurons."""
         k, options, thresholds = self._kernels, _activations(ffn), _neuron_thresholds(ffn)
         counts = self._counts[ffn.layer] if ffn.has_zeros else None
@@ -876,7 +804,7 @@ class Program:
         )
 
     def _split(
-        self, ffn: Ffn, residual: Value | None, out: Value
+        self, ffn: ops.Ffn, residual: Value | None, out: Value
     ) -> tuple[Callable[[RunningStep], None], Callable[[RunningStep], None]]:
         """Lower a split FFN to two functions: the submit, and the rest.
 
@@ -886,7 +814,7 @@ class Program:
         layer, hot, cold, k, down = ffn.layer, self._hot[ffn.layer], self._cold, self._kernels, ffn.down
         counts = self._counts[layer]
         assert cold is not None
-        assert isinstance(down, TransposedLinear)
+        assert isinstance(down, ops.TransposedLinear)
         bias = self._weights.bias(down.bias)
         indices = np.flatnonzero(hot)
         held = self._weights.held(layer, indices, len(hot))
@@ -896,11 +824,8 @@ class Program:
         gate = None if ffn.gate is None else one_matrix(ffn.gate)
         matrices = {"gate": gate, "up": one_matrix(ffn.up), "down_t": down}
         stream = CpuWorkerRows(self._weights, matrices, ~hot, self._stream_bytes, self._copies)
-        entered, bits, added_id = (
-            self._entered(ffn.x, ffn.norm, ffn.in_threshold),
-            self._bits(ffn.mask),
-            _id(residual),
-        )
+        entered = self._entered(ffn.x, ffn.norm, ffn.in_threshold)
+        bits, added_id = self._bits(ffn.mask), _id(residual)
         thresholds = _neuron_thresholds(ffn)
 
         def submit(f: RunningStep) -> None:
@@ -935,7 +860,7 @@ class Program:
 
         return submit, finish
 
-    def _rows(self, ffn: Ffn, indices: np.ndarray | None) -> dict[str, Any]:
+    def _rows(self, ffn: ops.Ffn, indices: np.ndarray | None) -> dict[str, Any]:
         """Return gate and up with their biases, for all neurons or some, by the kernels' argument names."""
         given: dict[str, Any] = {}
         for name, product in (("gate", ffn.gate), ("up", ffn.up)):
@@ -948,13 +873,15 @@ class Program:
                 continue
             given[name] = self._weights.hot_rows(op, indices)
             if op.bias is not None:
-                bias = self._weights.host_vector(op.bias)[op.first_row + indices]
-                given[f"{name}_bias"] = self._weights.tensor((op.bias, op.first_row, "hot"), bias)
+                bias = decoded_vector(self._weights.source, op.bias)[op.first_row + indices]
+                given[f"{name}_bias"] = self._weights.once(
+                    (op.bias, op.first_row, "hot"), partial(self._weights.upload, bias)
+                )
         return given
 
     # ---- small things ----
 
-    def _bias(self, op: Linear) -> Tensor | None:
+    def _bias(self, op: ops.Linear) -> Tensor | None:
         return self._weights.bias(op.bias, op.first_row, op.out.width)
 
 
@@ -965,20 +892,20 @@ class _Heads:
     q: Value
     k: Value
     v: Value
-    rope: Rope | None
-    q_norm: RMSNorm | None
-    k_norm: RMSNorm | None
+    rope: ops.Rope | None
+    q_norm: ops.RMSNorm | None
+    k_norm: ops.RMSNorm | None
 
 
 def _heads_of(group: Fused) -> _Heads:
     """Return the heads of a group that ends in attention, with its fused head norms and rotations."""
     main = group.ops[-1]
-    assert isinstance(main, Attention)
+    assert isinstance(main, ops.Attention)
     q, k, rope = main.q, main.k, None
-    norms: dict[str, RMSNorm | None] = {"q": None, "k": None}
+    norms: dict[str, ops.RMSNorm | None] = {"q": None, "k": None}
     for op in reversed(group.ops[:-1]):
-        assert isinstance(op, Rotate | RMSNorm)
-        if isinstance(op, Rotate):
+        assert isinstance(op, ops.Rotate | ops.RMSNorm)
+        if isinstance(op, ops.Rotate):
             rope = op.rope
         else:
             norms["q" if op.out == q else "k"] = op
@@ -988,14 +915,14 @@ def _heads_of(group: Fused) -> _Heads:
 
 def _where(f: RunningStep) -> tuple[Tensor, Tensor, Tensor]:
     """Return the block tables, and the sequence and position of each token."""
-    return f.inputs.page_tables, f.inputs.sequences[: f.n], f.inputs.positions[: f.n]
+    return f.inputs.block_tables, f.inputs.sequences[: f.n], f.inputs.positions[: f.n]
 
 
 def _norm_of(group: Fused) -> Any:
     """Return the norm before a group's products, or None."""
     if group.ffn is not None:
         return group.ffn.norm
-    return group.first(RMSNorm, LayerNorm) if group.linears else None
+    return group.first(ops.RMSNorm, ops.LayerNorm) if group.linears else None
 
 
 def _id(value: Value | None) -> int | None:
@@ -1010,14 +937,14 @@ def _read_input_major(graph: Graph, hot: Collection[int], wanted: Collection[str
     """
     by_row = set()
     for ffn in graph.ffns:
-        both = [op.weight for op in (ffn.gate, ffn.up) if isinstance(op, Linear)]
+        both = [op.weight for op in (ffn.gate, ffn.up) if isinstance(op, ops.Linear)]
         one_by_one = ffn.fires_exactly or ffn.mask is not None or ffn.layer in hot
         if one_by_one or not set(both) <= set(wanted):
             by_row.update(both)
     return frozenset(op.weight for op in thresholded_products(graph) if op.weight in wanted) - by_row
 
 
-def _token_threshold(op: Threshold | None) -> Callable[[RunningStep], TokenThreshold | None]:
+def _token_threshold(op: ops.Threshold | None) -> Callable[[RunningStep], TokenThreshold | None]:
     """Return a function for the TokenThreshold of a step, or for None without a threshold."""
     if op is None:
         return lambda _: None
@@ -1025,7 +952,7 @@ def _token_threshold(op: Threshold | None) -> Callable[[RunningStep], TokenThres
     return lambda f: TokenThreshold(f.inputs.thresholded[: f.n], threshold)
 
 
-def _neuron_thresholds(ffn: Ffn) -> Callable[[RunningStep], dict[str, TokenThreshold | None]]:
+def _neuron_thresholds(ffn: ops.Ffn) -> Callable[[RunningStep], dict[str, TokenThreshold | None]]:
     """Return a function for the thresholds of gates and of neurons, by the kernels' argument names."""
     of_gate, of_value = _token_threshold(ffn.gate_threshold), _token_threshold(ffn.down_threshold)
     if ffn.gate_threshold is None and ffn.down_threshold is None:
@@ -1033,7 +960,7 @@ def _neuron_thresholds(ffn: Ffn) -> Callable[[RunningStep], dict[str, TokenThres
     return lambda f: {"gate_threshold": of_gate(f), "value_threshold": of_value(f)}
 
 
-def _activations(ffn: Ffn) -> dict[str, Any]:
+def _activations(ffn: ops.Ffn) -> dict[str, Any]:
     """Return the activations of gate and up, by the kernels' argument names."""
     return {
         "activation": ffn.gate_act.kind,

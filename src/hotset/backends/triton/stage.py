@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.base import BLOCK_SIZE, Batch
 from hotset.backends.device.stage import NOTHING_SHARED, CpuShare, DeviceStage
-from hotset.backends.embedding import lookup
 from hotset.backends.stage import (
     OUTPUT_ROWS,
     WHOLE,
@@ -35,7 +34,7 @@ from hotset.backends.triton.experts import GpuExpertCache, can_hold
 from hotset.backends.triton.experts_fetch import Fetcher
 from hotset.backends.triton.fallback import N_COUNTS
 from hotset.backends.triton.kernels import Kernels
-from hotset.backends.triton.kv import OUTPUTS, PagedCache, StepInputs, StepOutputs
+from hotset.backends.triton.kv import OUTPUTS, BlockCache, StepInputs, StepOutputs
 from hotset.backends.triton.launch import compiled_first
 from hotset.backends.triton.options import DEFAULT_OPTIONS, GpuOptions
 from hotset.backends.triton.program import Call, CpuWorkerProtocol, Program, RunningStep, StageParts
@@ -44,7 +43,7 @@ from hotset.backends.triton.weights import DeviceWeights
 from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError
 from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
-from hotset.model.operations import PARTS, Attention, Embed, SelectOutputs
+from hotset.model.operations import PARTS, Attention
 from hotset.offload.cache_stats import CacheStats
 from hotset.offload.misses import Fetching
 
@@ -62,6 +61,7 @@ class GpuStage(DeviceStage):
     """
 
     n_states = 0
+    experts: GpuExpertCache | None = None
 
     def __init__(
         self,
@@ -75,25 +75,21 @@ class GpuStage(DeviceStage):
         worker: CpuWorkerProtocol | None = None,
         gpu: GpuOptions = DEFAULT_OPTIONS,
     ) -> None:
-        super().__init__(graph, options, span)
+        super().__init__(weights, graph, options, span)
         self.device = find_device(device)
         self.kernels = gpu.kernels or Kernels(self.device)
         self.sparse = options.sparse
         attention = [op for op in self.graph.ops if isinstance(op, Attention)]
         layers = {op.layer for op in attention}
         self._hot = {i: mask for i, mask in share.hot.items() if i in layers and not mask.all()}
-        self._experts = {ffn.layer for ffn in self.graph.ffns if ffn.route is not None}
+        self._moe_layers = {ffn.layer for ffn in self.graph.ffns if ffn.route is not None}
         self.worker: CpuWorkerProtocol | None = self._checked(worker, gpu.stream_from)
         self._n_on_cpu = 0  # tokens' experts that the CPU computed; counted only without an expert cache
         self._stream_from, self._stream_bytes = gpu.stream_from, gpu.stream_bytes
         self._input_major = frozenset(gpu.input_major)
-        self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
-        self.has_output = any(isinstance(op, SelectOutputs) for op in self.graph.ops)
         entering = [op.out for op in self._embeds] + ([self.entering] if self.entering else [])
-        self._source = weights
-        self._weights = DeviceWeights(weights, self.device, gpu.weight_bytes)
+        self._matrices = DeviceWeights(weights, self.device, gpu.weight_bytes)
         self._copies = CopyStream(self.device)
-        self._expert_cache: GpuExpertCache | None = None
         self._fetcher: Fetcher | None = None
         self._programs: dict[frozenset[str], Program] = {}
         self._captured: dict[int, tuple[Captured, Tensor]] = {}
@@ -112,9 +108,9 @@ class GpuStage(DeviceStage):
         with memory_errors(self.device, "loading the model", advice), current(self.device):
             self._counts = torch.zeros((self.n_layer, N_COUNTS), dtype=torch.int64, device=self.device)
             self._outputs = StepOutputs(self._counts, self.graph.result.width if self.has_output else 0)
-            self._cache = PagedCache(attention, self.n_pages, options.kv_type, self.device)
+            self._cache = BlockCache(attention, self.n_blocks, options.kv_type, self.device)
             widths = {value.id: value.width for value in entering}
-            self._inputs = StepInputs(self.max_batch, self.n_pages, widths, self.device)
+            self._inputs = StepInputs(self.max_batch, self.n_blocks, widths, self.device)
             self._add_experts(share.expert_slots, share.fetching)
             self._program(frozenset())
             if self.device.type == "cuda":
@@ -135,10 +131,10 @@ class GpuStage(DeviceStage):
         """Return the bytes of the stage by kind. workspace: a step's inputs, and its values at their peak."""
         values = 4 * self._program(frozenset()).n_live(self.max_batch, min(self.max_batch, OUTPUT_ROWS))
         streamed = 2 * self._stream_bytes if self._hot and self._stream_from is not None else 0
-        inputs = self._inputs.nbytes + self._counts.nbytes + self._weights.table_nbytes
+        inputs = self._inputs.nbytes + self._counts.nbytes + self._matrices.table_nbytes
         return {
-            "weights": self._weights.nbytes,
-            "experts": 0 if self._expert_cache is None else self._expert_cache.nbytes,
+            "weights": self._matrices.nbytes,
+            "experts": 0 if self.experts is None else self.experts.nbytes,
             "kv": self._cache.nbytes,
             "workspace": values + streamed + inputs,
         }
@@ -158,20 +154,15 @@ class GpuStage(DeviceStage):
 
     def _step(self, batch: Batch, x: Rows | None) -> Tensor:
         program = self._program(frozenset(batch.taps))
-        vectors: dict[int, np.ndarray | Tensor] = {
-            op.out.id: lookup(self._source, op, batch) for op in self._embeds
-        }
+        vectors = {value.id: rows for value, rows in self.entering_rows(batch, x).items()}
         n, n_outputs = len(batch.tokens), len(batch.outputs)
-        self.check_rows(x, n)
-        if self.entering is not None and x is not None:
-            vectors[self.entering.id] = x
-        cold = None if self._streams(n) and not self._experts else self.worker
+        cold = None if self._streams(n) and not self._moe_layers else self.worker
         self._is_served = cold is not None
         advice = "load the model with a smaller max_batch or vram_budget"
         with memory_errors(self.device, f"computing {n} tokens", advice), current(self.device):
             self._inputs.fill(batch, vectors)
-            if self._expert_cache is not None:
-                self._expert_cache.begin_step()
+            if self.experts is not None:
+                self.experts.begin_step()
             try:
                 with nullcontext() if cold is None else cold.step(n, batch.thresholded):
                     result = self._run(program, n, n_outputs)
@@ -183,11 +174,11 @@ class GpuStage(DeviceStage):
                     with suppress(RuntimeError):  # the failed device may raise again
                         self._fetcher.settle()
                 raise
-            if self._experts and cold is not None and not self._warming:
-                self._learn({layer: cold.route(layer) for layer in sorted(self._experts)})
+            if self._moe_layers and cold is not None and not self._warming:
+                self._learn({layer: cold.route(layer) for layer in sorted(self._moe_layers)})
         largest = self._outputs.largest
         self.largest = None if largest is None or n_outputs > OUTPUTS else largest[:n_outputs].numpy()
-        self._source.check()
+        self.weights.check()
         return result
 
     def counts(self) -> np.ndarray:
@@ -201,8 +192,7 @@ class GpuStage(DeviceStage):
 
     def expert_counts(self) -> CacheStats:
         """Return the statistics of experts since the start of the stage."""
-        cache = self._expert_cache
-        return CacheStats(on_cpu=self._n_on_cpu) if cache is None else cache.stats
+        return CacheStats(on_cpu=self._n_on_cpu) if self.experts is None else super().expert_counts()
 
     def seconds(self) -> np.ndarray:
         """Return the seconds of the latest step, float64 [n_layer, 4]: predictor, ffn, attention, other.
@@ -217,32 +207,28 @@ class GpuStage(DeviceStage):
         A replayed step, which has few tokens, runs to its end, but no longer waits for the CPU worker.
         """
         self._cancelled = True
-        if self.worker is not None:
-            self.worker.cancel("it was cancelled")
+        super().cancel()
 
     def close(self) -> None:
         """Close the CPU worker and free the device memory. It is safe to call this twice."""
-        if self.worker is not None:
-            self.worker.close()
-        if self._expert_cache is not None:
-            self._expert_cache.close()
+        super().close()
         self._captured.clear()
         self._programs.clear()
         self._cache.layers.clear()
-        self._weights.clear()
+        self._matrices.clear()
 
     def _checked(self, cold: CpuWorkerProtocol | None, stream_from: int | None) -> CpuWorkerProtocol | None:
         """Return the CPU worker, or None if no layer needs one.
 
         Raises InvalidRequestError if it is missing or too small.
         """
-        if not (shared := self._hot.keys() | self._experts):
+        if not (shared := self._hot.keys() | self._moe_layers):
             return None
         if cold is None:
-            what = "experts" if min(shared) in self._experts else "cold neurons"
+            what = "experts" if min(shared) in self._moe_layers else "cold neurons"
             raise InvalidRequestError(f"layer {min(shared)} has {what} and needs a CPU worker for them")
         most = self.max_batch
-        if stream_from is not None and not self._experts:
+        if stream_from is not None and not self._moe_layers:
             most = min(most, stream_from - 1)
         if cold.max_batch < most:
             raise InvalidRequestError(
@@ -256,7 +242,7 @@ class GpuStage(DeviceStage):
         Create neither without slots, or if the device cannot compute the experts bitwise like the CPU.
         """
         mixed = [ffn for ffn in self.graph.ffns if ffn.route is not None]
-        held = [ffn for ffn in mixed if can_hold(ffn, self._source.tensors, self.device)]
+        held = [ffn for ffn in mixed if can_hold(ffn, self.weights.tensors, self.device)]
         n_spare = 0 if fetching is None else fetching.n_spare
         if not held or not (n_slots or n_spare):
             return
@@ -265,17 +251,17 @@ class GpuStage(DeviceStage):
         registrar = CudaDriver(self.device) if needs else None
         try:
             cache = GpuExpertCache(
-                self._weights, held, n_slots, sparse=self.sparse, n_spare=n_spare, registrar=registrar
+                self._matrices, held, n_slots, sparse=self.sparse, n_spare=n_spare, registrar=registrar
             )
         except DeviceError as error:
             self.notes.append(f"experts are not fetched for the step that needs them: {error}")
-            cache = GpuExpertCache(self._weights, held, n_slots + n_spare, sparse=self.sparse)
-        self._expert_cache, self._fetcher = cache, Fetcher(cache, self.kernels, fetching)
+            cache = GpuExpertCache(self._matrices, held, n_slots + n_spare, sparse=self.sparse)
+        self.experts, self._fetcher = cache, Fetcher(cache, self.kernels, fetching)
 
     def _learn(self, routes: dict[int, np.ndarray]) -> None:
         """Update the cache or the counts by the submitted routes of a step. routes: layer → experts."""
-        if self._expert_cache is not None:
-            self._expert_cache.learn(routes)
+        if self.experts is not None:
+            self.experts.learn(routes)
         else:
             self._n_on_cpu += sum(asked.size for asked in routes.values())
 
@@ -301,8 +287,8 @@ class GpuStage(DeviceStage):
         assert self._capture is not None
         # Run with as many outputs as the recording, because a capture cannot load new kernels.
         result = self._eager(program, n, n)
-        if self._expert_cache is not None:
-            self._expert_cache.settle()
+        if self.experts is not None:
+            self.experts.settle()
         try:
             self._captured[n] = self._capture(lambda: self._computed(program, n, n, {}))
         except StepCancelledError:
@@ -388,8 +374,8 @@ class GpuStage(DeviceStage):
             while len(self._programs) > 2:  # keep the plain program and the latest two with taps
                 self._programs.pop(next(key for key in self._programs if key))
             parts = StageParts(
-                self._weights, self._cache, self.kernels, self._hot, self.worker, self._counts, self._copies,
-                self._fetcher, n_ctx=self.n_pages * PAGE_SIZE, sparse=self.sparse,
+                self._matrices, self._cache, self.kernels, self._hot, self.worker, self._counts, self._copies,
+                self._fetcher, n_ctx=self.n_blocks * BLOCK_SIZE, sparse=self.sparse,
                 stream_bytes=self._stream_bytes, input_major=self._input_major,
             )  # fmt: skip
             self._programs[taps] = Program(self.graph, taps, parts)

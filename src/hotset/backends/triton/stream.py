@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotset.backends.decoded import decoded_vector
 from hotset.backends.triton.fallback import Held
 from hotset.backends.triton.matrix import DeviceMatrix
 from hotset.backends.triton.weights import DeviceWeights
@@ -99,7 +100,7 @@ class CpuWorkerRows:
         for name, op in self._matrices.items():
             part[name] = None if op is None else next(found)
             if isinstance(op, Linear) and op.bias is not None:
-                bias = self._weights.host_vector(op.bias)[op.first_row + neurons]
+                bias = decoded_vector(self._weights.source, op.bias)[op.first_row + neurons]
                 part[f"{name}_bias"] = torch.from_numpy(bias).to(device)
         return part
 

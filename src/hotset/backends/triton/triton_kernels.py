@@ -40,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hotset.backends.base import LOGIT_GROUP, PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE, LOGIT_GROUP
 from hotset.backends.torch import functions
 from hotset.backends.triton import fallback
 from hotset.backends.triton import launch as launcher
@@ -78,7 +78,7 @@ CLAMPED_SILU = tl.constexpr(KINDS["clamped_silu"])
 CLAMPED_PLUS_ONE = tl.constexpr(KINDS["clamped_plus_one"])
 FUSED = (None, "silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu")  # the activations of _activated
 
-PAGE = tl.constexpr(PAGE_SIZE)
+KV_BLOCK = tl.constexpr(BLOCK_SIZE)
 MANTISSA = tl.constexpr(0x4B000000)  # 2^23 as float32: or-ing n < 2^23 into it gives 2^23 + n
 TWO_23 = tl.constexpr(8388608.0)
 # Older versions spread the rows that _axpy_kernel adds over several threads; 3.9 gives one thread all rows.
@@ -489,9 +489,9 @@ def _row_of_pair(pair, second, n_turned, half, DIM: tl.constexpr, NEOX: tl.const
 
 @triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _project_heads_kernel(
-    x, out, bias, codes, scales, mins, high, sub_scales, squares, cos_sin, k_pages, v_pages, tables,
+    x, out, bias, codes, scales, mins, high, sub_scales, squares, cos_sin, k_blocks, v_blocks, tables,
     sequences, positions,
-    n_tokens, n_rows, n_cols, stride, n_words, n_parts, eps, n_head, n_head_kv, half, max_pages, zero,
+    n_tokens, n_rows, n_cols, stride, n_words, n_parts, eps, n_head, n_head_kv, half, max_kv_blocks, zero,
     TYPE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, NEOX: tl.constexpr, T: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
@@ -533,26 +533,28 @@ def _project_heads_kernel(
     else:
         position = tl.load(positions + t, mask=there, other=0)
         sequence = tl.load(sequences + t, mask=there, other=0).to(tl.int64)
-        page = tl.load(tables + sequence * max_pages + position // PAGE, mask=there, other=-1)
-        has_page = (page >= 0)[:, None]
+        kv_block = tl.load(tables + sequence * max_kv_blocks + position // KV_BLOCK, mask=there, other=-1)
+        stored = (kv_block >= 0)[:, None]
         if pair * 2 < n_turned:
-            _store_pair(k_pages, page, position, rows_a - n_q, rows_b - n_q, a, b, has_page, n_head_kv, DIM)
+            _store_pair(
+                k_blocks, kv_block, position, rows_a - n_q, rows_b - n_q, a, b, stored, n_head_kv, DIM
+            )
         else:
             _store_pair(
-                v_pages, page, position, rows_a - n_turned, rows_b - n_turned, a, b, has_page, n_head_kv,
-                DIM_V,
+                v_blocks, kv_block, position, rows_a - n_turned, rows_b - n_turned, a, b, stored,
+                n_head_kv, DIM_V,
             )  # fmt: skip
 
 
 @triton.jit
-def _store_pair(pages, page, position, rows_a, rows_b, a, b, mask, n_head_kv, DIM: tl.constexpr):
-    """Store a and b [T, n] at rows [n] of heads of DIM, in a KV block of each token. page: int32 [T]."""
-    first = page.to(tl.int64) * n_head_kv
+def _store_pair(kv_blocks, kv_block, position, rows_a, rows_b, a, b, mask, n_head_kv, DIM: tl.constexpr):
+    """Store a and b [T, n] at rows [n] of heads of DIM, in a KV block of each token. kv_block: int32 [T]."""
+    first = kv_block.to(tl.int64) * n_head_kv
     for second in tl.static_range(2):
         rows, y = (rows_b, b) if second else (rows_a, a)
-        slot = (first[:, None] + (rows // DIM)[None, :]) * PAGE + (position % PAGE)[:, None]
-        at = pages + slot * DIM + (rows % DIM)[None, :]
-        tl.store(at, y.to(pages.dtype.element_ty), mask=mask)
+        slot = (first[:, None] + (rows // DIM)[None, :]) * KV_BLOCK + (position % KV_BLOCK)[:, None]
+        at = kv_blocks + slot * DIM + (rows % DIM)[None, :]
+        tl.store(at, y.to(kv_blocks.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=OF_STEP)
@@ -1385,8 +1387,8 @@ def _mean(acc, largest, total, sinks, head, mask):
 
 @triton.jit
 def _attention_kernel(
-    q, out, stats, k_pages, v_pages, tables, sequences, positions,
-    sinks, scale, softcap, window, n_head, n_head_kv, max_pages, pages_of_split, n_splits,
+    q, out, stats, k_blocks, v_blocks, tables, sequences, positions,
+    sinks, scale, softcap, window, n_head, n_head_kv, max_kv_blocks, kv_blocks_of_split, n_splits,
     SPLIT: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
@@ -1403,13 +1405,13 @@ def _attention_kernel(
     PARTS: tl.constexpr = (GROUP + H - 1) // H
     t, kv, split = tl.program_id(0).to(tl.int64), tl.program_id(1) // PARTS, tl.program_id(2)
     position = tl.load(positions + t)
-    table = tables + tl.load(sequences + t).to(tl.int64) * max_pages
+    table = tables + tl.load(sequences + t).to(tl.int64) * max_kv_blocks
     start = 0
     if window > 0:
         start = tl.maximum(position - window + 1, 0)
-    first = tl.maximum(split * pages_of_split * PAGE, start // N * N)
-    last = tl.minimum((split + 1) * pages_of_split * PAGE, position + 1)
-    last = tl.minimum(last, max_pages * PAGE)
+    first = tl.maximum(split * kv_blocks_of_split * KV_BLOCK, start // N * N)
+    last = tl.minimum((split + 1) * kv_blocks_of_split * KV_BLOCK, position + 1)
+    last = tl.minimum(last, max_kv_blocks * KV_BLOCK)
 
     h, d, dv, n = tl.arange(0, H), tl.arange(0, D), tl.arange(0, V), tl.arange(0, N)
     h = tl.program_id(1) % PARTS * H + h
@@ -1424,12 +1426,12 @@ def _attention_kernel(
     acc = tl.zeros([H, V], tl.float32)
     for at in range(first, last, N):
         i = at + n
-        page = tl.load(table + i // PAGE)  # one block: N divides PAGE
-        seen = (i >= start) & (i <= position) & (page >= 0)
+        kv_block = tl.load(table + i // KV_BLOCK)  # one block: N divides KV_BLOCK
+        seen = (i >= start) & (i <= position) & (kv_block >= 0)
         # Unseen positions are not read: KV blocks may hold old data.
-        slot = (page.to(tl.int64) * n_head_kv + kv) * PAGE + i % PAGE
+        slot = (kv_block.to(tl.int64) * n_head_kv + kv) * KV_BLOCK + i % KV_BLOCK
         k = tl.load(
-            k_pages + slot[:, None] * DIM + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0.0
+            k_blocks + slot[:, None] * DIM + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0.0
         ).to(tl.float32)
         scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
         if CAPPED:
@@ -1437,7 +1439,7 @@ def _attention_kernel(
         scores = tl.where(seen[None, :], scores, float("-inf"))
         weights, shrink, largest, total = _weighed(scores, largest, total)
         v = tl.load(
-            v_pages + slot[:, None] * DIM_V + dv[None, :],
+            v_blocks + slot[:, None] * DIM_V + dv[None, :],
             mask=seen[:, None] & (dv < DIM_V)[None, :],
             other=0.0,
         ).to(tl.float32)
@@ -1469,8 +1471,8 @@ def _rows_at(matrix, rows, there, column, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _prompt_attention_kernel(
-    q, out, k_pages, v_pages, tables, sequences, positions,
-    sinks, scale, softcap, window, n_tokens, n_head, n_head_kv, max_pages,
+    q, out, k_blocks, v_blocks, tables, sequences, positions,
+    sinks, scale, softcap, window, n_tokens, n_head, n_head_kv, max_kv_blocks,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
@@ -1484,7 +1486,7 @@ def _prompt_attention_kernel(
     rounded up.
     """
     await_launches()
-    HALVES: tl.constexpr = k_pages.dtype.element_ty == tl.float16
+    HALVES: tl.constexpr = k_blocks.dtype.element_ty == tl.float16
     PARTS: tl.constexpr = (GROUP + G - 1) // G
     kv = tl.program_id(1) // PARTS
     r, d, dv, n = tl.arange(0, R), tl.arange(0, D), tl.arange(0, V), tl.arange(0, N)
@@ -1509,18 +1511,18 @@ def _prompt_attention_kernel(
     of = tl.max(sequence, axis=0)
     while of >= 0:
         mine = live & (sequence == of)
-        table = tables + of.to(tl.int64) * max_pages
-        last = tl.minimum(tl.max(tl.where(mine, position, -1), axis=0) + 1, max_pages * PAGE)
+        table = tables + of.to(tl.int64) * max_kv_blocks
+        last = tl.minimum(tl.max(tl.where(mine, position, -1), axis=0) + 1, max_kv_blocks * KV_BLOCK)
         first = tl.min(tl.where(mine, start, last), axis=0) // N * N
         for at in range(first, last, N):
             i = at + n
-            page = tl.load(table + at // PAGE)  # one block: N divides PAGE
-            there = i < tl.where(page >= 0, last, at)
+            kv_block = tl.load(table + at // KV_BLOCK)  # one block: N divides KV_BLOCK
+            there = i < tl.where(kv_block >= 0, last, at)
             seen = (i[None, :] <= position[:, None]) & (i[None, :] >= start[:, None])
             seen = seen & mine[:, None] & there[None, :]
-            slot = (page.to(tl.int64) * n_head_kv + kv) * PAGE + i % PAGE
-            k = _rows_at(k_pages, slot, there, d, DIM)
-            v = _rows_at(v_pages, slot, there, dv, DIM_V)
+            slot = (kv_block.to(tl.int64) * n_head_kv + kv) * KV_BLOCK + i % KV_BLOCK
+            k = _rows_at(k_blocks, slot, there, d, DIM)
+            v = _rows_at(v_blocks, slot, there, dv, DIM_V)
             # A weight of zero times NaN is NaN. So values that are not finite are replaced by zero, and only
             # the queries that see them get NaN as their sum of weights.
             spoilt = tl.max((~(tl.abs(v.to(tl.float32)) < float("inf"))).to(tl.int32), axis=1) != 0
@@ -1684,8 +1686,8 @@ def _turned(
 
 @triton.jit(do_not_specialize_on_alignment=OF_STEP)
 def _heads_kernel(
-    q, k, v, q_out, cos_sin, q_norm, k_norm, k_pages, v_pages, tables, sequences, positions,
-    eps, n_tokens, n_head, n_head_kv, half, max_pages,
+    q, k, v, q_out, cos_sin, q_norm, k_norm, k_blocks, v_blocks, tables, sequences, positions,
+    eps, n_tokens, n_head, n_head_kv, half, max_kv_blocks,
     DIM: tl.constexpr, DIM_V: tl.constexpr, D: tl.constexpr, NEOX: tl.constexpr,
 ):  # fmt: skip
     """Process one head of one token: rotate q, rotate and store k, store v. q, or k and v, may be None."""
@@ -1700,18 +1702,19 @@ def _heads_kernel(
     if k is not None:  # noqa: SIM102
         if head >= n_head:
             position = tl.load(positions + t)
-            page = tl.load(tables + tl.load(sequences + t).to(tl.int64) * max_pages + position // PAGE)
+            table = tables + tl.load(sequences + t).to(tl.int64) * max_kv_blocks
+            kv_block = tl.load(table + position // KV_BLOCK)
             is_key = head < n_head + n_head_kv
             kv = (head - n_head) % n_head_kv
-            slot = (page.to(tl.int64) * n_head_kv + kv) * PAGE + position % PAGE
-            if page >= 0:
+            slot = (kv_block.to(tl.int64) * n_head_kv + kv) * KV_BLOCK + position % KV_BLOCK
+            if kv_block >= 0:
                 if is_key:
                     at = (t * n_head_kv + kv) * DIM
                     x = _turned(k + at, k_norm, cos_sin, t, n_tokens, half, eps, DIM, D, NEOX)
-                    tl.store(k_pages + slot * DIM + i, x.to(k_pages.dtype.element_ty), mask=i < DIM)
+                    tl.store(k_blocks + slot * DIM + i, x.to(k_blocks.dtype.element_ty), mask=i < DIM)
                 else:
                     x = tl.load(v + (t * n_head_kv + kv) * DIM_V + i, mask=i < DIM_V, other=0.0)
-                    tl.store(v_pages + slot * DIM_V + i, x.to(v_pages.dtype.element_ty), mask=i < DIM_V)
+                    tl.store(v_blocks + slot * DIM_V + i, x.to(v_blocks.dtype.element_ty), mask=i < DIM_V)
 
 
 # ---- launches --------------------------------------------------------------------------------------------
@@ -1738,7 +1741,7 @@ HOPPER_PRODUCTS = 2048  # products of halves per multiprocessor and cycle: 989 T
 # the same tiles, except for 3 of 90 products of 128 to 512 tokens.
 HOPPER_L2_BYTES = 24
 PROMPT_TOKENS = 32  # from this number of tokens on, attention has enough programs without splits
-SPLIT_PAGES = 2
+SPLIT_KV_BLOCKS = 2
 MAX_ATTENTION_SPLITS = 256
 
 
@@ -2473,14 +2476,16 @@ def rotate(
 def store_kv(
     k: Tensor,
     v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_tables: Tensor,
+    k_blocks: Tensor,
+    v_blocks: Tensor,
+    block_tables: Tensor,
     sequences: Tensor,
     positions: Tensor,
 ) -> None:
     """Compute fallback.store_kv."""
-    _heads(None, k, v, None, k_pages, v_pages, page_tables, sequences, positions, 0, "norm", None, None, 0.0)
+    _heads(
+        None, k, v, None, k_blocks, v_blocks, block_tables, sequences, positions, 0, "norm", None, None, 0.0
+    )
 
 
 def rotate_store(
@@ -2488,9 +2493,9 @@ def rotate_store(
     k: Tensor,
     v: Tensor,
     cos_sin: Tensor | None,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_tables: Tensor,
+    k_blocks: Tensor,
+    v_blocks: Tensor,
+    block_tables: Tensor,
     sequences: Tensor,
     positions: Tensor,
     *,
@@ -2502,16 +2507,16 @@ def rotate_store(
 ) -> Tensor:
     """Compute fallback.rotate_store."""
     if cos_sin is None:
-        store_kv(k, v, k_pages, v_pages, page_tables, sequences, positions)
+        store_kv(k, v, k_blocks, v_blocks, block_tables, sequences, positions)
         return q
     out = _heads(
         q,
         k,
         v,
         cos_sin,
-        k_pages,
-        v_pages,
-        page_tables,
+        k_blocks,
+        v_blocks,
+        block_tables,
         sequences,
         positions,
         n_head,
@@ -2525,18 +2530,18 @@ def rotate_store(
 
 
 def _heads(
-    q: Tensor | None, k: Tensor, v: Tensor, cos_sin: Tensor | None, k_pages: Tensor, v_pages: Tensor,
-    page_tables: Tensor, sequences: Tensor, positions: Tensor, n_head: int, kind: RopeKind,
+    q: Tensor | None, k: Tensor, v: Tensor, cos_sin: Tensor | None, k_blocks: Tensor, v_blocks: Tensor,
+    block_tables: Tensor, sequences: Tensor, positions: Tensor, n_head: int, kind: RopeKind,
     q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
 ) -> Tensor | None:  # fmt: skip
-    n_head_kv, dim, dim_v = k_pages.shape[1], k_pages.shape[3], v_pages.shape[3]
+    n_head_kv, dim, dim_v = k_blocks.shape[1], k_blocks.shape[3], v_blocks.shape[3]
     q = None if q is None else q.contiguous()
     out = None if q is None else torch.empty_like(q)
     launcher.launch(
         _heads_kernel, (len(k), n_head + 2 * n_head_kv),
         q, k.contiguous(), v.contiguous(), out, None if cos_sin is None else cos_sin.contiguous(),
-        q_norm, k_norm, k_pages, v_pages, page_tables, sequences, positions,
-        eps, len(k), n_head, n_head_kv, 0 if cos_sin is None else cos_sin.shape[2], page_tables.shape[1],
+        q_norm, k_norm, k_blocks, v_blocks, block_tables, sequences, positions,
+        eps, len(k), n_head, n_head_kv, 0 if cos_sin is None else cos_sin.shape[2], block_tables.shape[1],
         DIM=dim, DIM_V=dim_v, D=pow2(max(dim, dim_v)), NEOX=kind == "neox", warps=1,
     )  # fmt: skip
     return out
@@ -2547,9 +2552,9 @@ def project_heads(
     m: DeviceMatrix,
     bias: Tensor | None,
     cos_sin: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_tables: Tensor,
+    k_blocks: Tensor,
+    v_blocks: Tensor,
+    block_tables: Tensor,
     sequences: Tensor,
     positions: Tensor,
     *,
@@ -2557,22 +2562,22 @@ def project_heads(
     kind: RopeKind,
 ) -> Tensor:
     """Compute fallback.project_heads, for few tokens and many rows in one launch."""
-    n_tokens, (n_head_kv, dim, dim_v) = len(h), (k_pages.shape[1], k_pages.shape[3], v_pages.shape[3])
+    n_tokens, (n_head_kv, dim, dim_v) = len(h), (k_blocks.shape[1], k_blocks.shape[3], v_blocks.shape[3])
     if not _is_whole(m, n_tokens) or dim % 4 or dim_v % 4:  # otherwise a program could mix queries and keys
         widths = [n_head * dim, n_head_kv * dim, n_head_kv * dim_v]
         q, k, v = linear(h, m, bias).split(widths, dim=1)
-        where = page_tables, sequences, positions
-        return rotate_store(q, k, v, cos_sin, k_pages, v_pages, *where, n_head=n_head, kind=kind)
+        where = block_tables, sequences, positions
+        return rotate_store(q, k, v, cos_sin, k_blocks, v_blocks, *where, n_head=n_head, kind=kind)
     given, squares, n_parts, eps = _given(h)
     (stride, n_words), rows = _row(m), MATVEC_ROWS[pow2(n_tokens)]
     words, warps = row_tile(rows, MATVEC_WORDS, n_words, lanes(given))
     out = _new(given, n_tokens, n_head * dim)
     launcher.launch(
         _project_heads_kernel, (m.n_rows // rows,),
-        given, out, bias, *_parts(m), squares, cos_sin.contiguous(), k_pages, v_pages, page_tables, sequences,
-        positions,
+        given, out, bias, *_parts(m), squares, cos_sin.contiguous(), k_blocks, v_blocks, block_tables,
+        sequences, positions,
         n_tokens, m.n_rows, m.n_cols, stride, n_words, n_parts, eps, n_head, n_head_kv, cos_sin.shape[2],
-        page_tables.shape[1], 0,
+        block_tables.shape[1], 0,
         TYPE=FORMATS[m.type], DIM=dim, DIM_V=dim_v, NEOX=kind == "neox", T=pow2(n_tokens), R=rows, W=words,
         S=pow2(n_parts), warps=warps,
     )  # fmt: skip
@@ -2581,9 +2586,9 @@ def project_heads(
 
 def attention(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_tables: Tensor,
+    k_blocks: Tensor,
+    v_blocks: Tensor,
+    block_tables: Tensor,
     sequences: Tensor,
     positions: Tensor,
     *,
@@ -2598,14 +2603,14 @@ def attention(
     Fewer than PROMPT_TOKENS tokens split their positions, and the splits are merged in order.
     """
     q, n_tokens = q.contiguous(), len(q)
-    n_head_kv, dim, dim_v = k_pages.shape[1], k_pages.shape[3], v_pages.shape[3]
-    max_pages, group = page_tables.shape[1], n_head // n_head_kv
+    n_head_kv, dim, dim_v = k_blocks.shape[1], k_blocks.shape[3], v_blocks.shape[3]
+    max_kv_blocks, group = block_tables.shape[1], n_head // n_head_kv
     out = _new(q, n_tokens, n_head * dim_v)
     sizes: dict[str, Any] = {
         "GROUP": group, "DIM": dim, "DIM_V": dim_v, "D": max(16, pow2(dim)), "V": max(16, pow2(dim_v)),
         "CAPPED": softcap > 0, "PRECISION": _precision(q),
     }  # fmt: skip
-    is_half, amd, head = k_pages.dtype == torch.float16, is_amd(q), max(dim, dim_v)
+    is_half, amd, head = k_blocks.dtype == torch.float16, is_amd(q), max(dim, dim_v)
     shared = shared_memory(q.device)
     tile = prompt_tile(head, is_half=is_half, shared=shared, amd=amd, hopper=is_hopper(q))
     if n_tokens >= PROMPT_TOKENS and tile is not None:
@@ -2613,22 +2618,22 @@ def attention(
         launcher.launch(
             _prompt_attention_kernel,
             (-(-n_tokens // (tile.queries // heads)), n_head_kv * -(-group // heads)),
-            q, out, k_pages, v_pages, page_tables, sequences, positions, sinks,
-            scale, softcap, window, n_tokens, n_head, n_head_kv, max_pages,
+            q, out, k_blocks, v_blocks, block_tables, sequences, positions, sinks,
+            scale, softcap, window, n_tokens, n_head, n_head_kv, max_kv_blocks,
             G=heads, R=tile.queries, N=tile.positions, **sizes, warps=tile.warps, stages=tile.stages,
         )  # fmt: skip
         return out
     tile = token_tile(head, group, is_half=is_half, amd=amd)
-    least = max_pages if n_tokens >= PROMPT_TOKENS else SPLIT_PAGES  # many tokens give enough programs
-    pages_of_split = max(least, -(-max_pages // MAX_ATTENTION_SPLITS))
-    n_splits = -(-max_pages // pages_of_split)
+    least = max_kv_blocks if n_tokens >= PROMPT_TOKENS else SPLIT_KV_BLOCKS  # prompts need no splits
+    kv_blocks_of_split = max(least, -(-max_kv_blocks // MAX_ATTENTION_SPLITS))
+    n_splits = -(-max_kv_blocks // kv_blocks_of_split)
     sums, stats = out, None
     if n_splits > 1:
         sums, stats = _new(q, n_tokens, n_head, n_splits, dim_v), _new(q, n_tokens, n_head, n_splits, 2)
     launcher.launch(
         _attention_kernel, (n_tokens, n_head_kv * -(-group // tile.queries), n_splits),
-        q, sums, stats, k_pages, v_pages, page_tables, sequences, positions, sinks,
-        scale, softcap, window, n_head, n_head_kv, max_pages, pages_of_split, n_splits,
+        q, sums, stats, k_blocks, v_blocks, block_tables, sequences, positions, sinks,
+        scale, softcap, window, n_head, n_head_kv, max_kv_blocks, kv_blocks_of_split, n_splits,
         SPLIT=n_splits > 1, H=tile.queries, N=tile.positions, **sizes, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
     if stats is not None:

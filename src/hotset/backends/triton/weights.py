@@ -8,65 +8,68 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotset.backends.decoded import decoded_vector
+from hotset.backends.device.weights import KeptWeights
 from hotset.backends.triton.arena import Arena
 from hotset.backends.triton.fallback import Held, RopeTable
 from hotset.backends.triton.matrix import DeviceMatrix
-from hotset.formats.quants import dequantize
 from hotset.formats.source import WeightSource
 from hotset.model.operations import Linear, Rope, TransposedLinear
 from hotset.offload.uploads import Lines, Uploads, matrix_rows
 
 
-class DeviceWeights:
-    """The weights of a file on `device`, each loaded at its first use.
-
-    nbytes: their bytes on the device. table_nbytes: the bytes of tables of rotations. expected: known bytes
-    of the weights that will be loaded, or 0.
-    """
+class DeviceWeights(KeptWeights[Tensor]):
+    """The weights of a file on `device`. expected: known bytes of the weights that will be loaded, or 0."""
 
     def __init__(self, source: WeightSource, device: torch.device, expected: int = 0) -> None:
-        self.source, self.device = source, device
-        self.nbytes = self.table_nbytes = 0
-        self._kept: dict[object, DeviceMatrix | Tensor] = {}
+        super().__init__(source)
+        self.device = device
         self._arena = Arena(device, expected)
         self._ropes: dict[Rope, RopeTable] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the weights on the device."""
+        return sum(weight.nbytes for weight in self.kept.values())
+
+    @property
+    def table_nbytes(self) -> int:
+        """Return the bytes of the tables of rotations."""
+        return sum(table.near.nbytes + table.far.nbytes for table in self._ropes.values())
+
+    def upload(self, values: np.ndarray) -> Tensor:
+        """Copy an array to the device."""
+        return self._arena.copy_of(torch.from_numpy(np.array(values)))
+
     def linear(self, *ops: Linear) -> DeviceMatrix:
         """Return the rows of a product, or the stacked rows of several products of one input and type."""
-        key = tuple((op.weight, op.first_row, op.out.width) for op in ops)
-        if key not in self._kept:
-            info = self.source.tensors[ops[0].weight]
-            n_rows, n_cols = sum(op.out.width for op in ops), ops[0].x.width
-            lines = self._lines(*ops)
-            self._keep(
-                key,
-                DeviceMatrix.from_bytes(lines, info.type, n_rows, n_cols, self.device, arena=self._arena),
-            )
-        return self._kept[key]  # type: ignore[return-value]
+        type = self.source.tensors[ops[0].weight].type
+        n_rows, n_cols = sum(op.out.width for op in ops), ops[0].x.width
+        return self.once(
+            _key(ops),
+            lambda: DeviceMatrix.from_bytes(
+                self._lines(*ops), type, n_rows, n_cols, self.device, arena=self._arena
+            ),
+        )
 
     def input_major(self, *ops: Linear) -> DeviceMatrix:
         """Return the same matrices input-major, a row per input (DeviceMatrix.input_major)."""
-        key = "input-major", tuple((op.weight, op.first_row, op.out.width) for op in ops)
-        if key not in self._kept:
-            widths = [op.out.width for op in ops]
-            made = DeviceMatrix.input_major(
+        widths = [op.out.width for op in ops]
+        return self.once(
+            ("input-major", _key(ops)),
+            lambda: DeviceMatrix.input_major(
                 ops[0].x.width, widths, lambda i: self.some_rows(ops[i], None), self._arena
-            )
-            self._keep(key, made)
-        return self._kept[key]  # type: ignore[return-value]
+            ),
+        )
 
     def down(self, op: TransposedLinear) -> DeviceMatrix:
         """Return a neuron-major down projection, in rows of blocks or as planes."""
-        if op.weight not in self._kept:
-            self._keep(op.weight, self.some_rows(op, None, self._arena))
-        return self._kept[op.weight]  # type: ignore[return-value]
+        return self.once(op.weight, lambda: self.some_rows(op, None, self._arena))
 
     def hot_rows(self, op: Linear | TransposedLinear, rows: np.ndarray) -> DeviceMatrix:
         """Return the rows of some neurons, int64 [n]. A second call returns the rows of the first call."""
         key = op.weight, op.first_row if isinstance(op, Linear) else 0, "hot"  # gate and up may be one matrix
-        if key not in self._kept:
-            self._keep(key, self.some_rows(op, rows, self._arena))
-        return self._kept[key]  # type: ignore[return-value]
+        return self.once(key, lambda: self.some_rows(op, rows, self._arena))
 
     def some_rows(
         self,
@@ -105,10 +108,6 @@ class DeviceWeights:
             there = self.source.neurons([op.weight for op in ops], rows)
         return [self.some_rows(op, rows, lines=there.get(op.weight)) for op in ops]
 
-    def bias(self, name: str | None, first: int = 0, width: int | None = None) -> Tensor | None:
-        """Return `vector(name, first, width)`, or None if `name` is None."""
-        return None if name is None else self.vector(name, first, width)
-
     def biases(self, ops: Sequence[Linear]) -> Tensor | None:
         """Return the biases of products with stacked rows, or None if no product has one.
 
@@ -119,39 +118,19 @@ class DeviceWeights:
         parts = [
             np.zeros(op.out.width, np.float32)
             if op.bias is None
-            else self.host_vector(op.bias)[op.first_row : op.first_row + op.out.width]
+            else decoded_vector(self.source, op.bias)[op.first_row : op.first_row + op.out.width]
             for op in ops
         ]
-        return self.tensor(tuple((op.bias, op.first_row) for op in ops), np.concatenate(parts))
-
-    def vector(self, name: str, first: int = 0, width: int | None = None) -> Tensor:
-        """Return a norm's weight or a bias in float32, or `width` of its values from `first` on."""
-        key = name, first, width
-        if key not in self._kept:
-            values = self.host_vector(name)[first : None if width is None else first + width]
-            self._keep(key, self._arena.copy_of(torch.from_numpy(values.copy())))
-        return self._kept[key]  # type: ignore[return-value]
-
-    def host_vector(self, name: str) -> np.ndarray:
-        """Return a decoded vector of the file, float32 [n]."""
-        info = self.source.tensors[name]
-        return np.asarray(dequantize(self.source.data(name), info.type, info.shape)).reshape(-1)
-
-    def tensor(self, key: object, values: np.ndarray) -> Tensor:
-        """Return an array on the device. The first call with `key` copies it, later calls return the copy."""
-        if key not in self._kept:
-            self._keep(key, self._arena.copy_of(torch.from_numpy(np.array(values))))
-        return self._kept[key]  # type: ignore[return-value]
+        return self.made(tuple((op.bias, op.first_row) for op in ops), lambda: np.concatenate(parts))
 
     def held(self, layer: int, neurons: np.ndarray, n_ff: int) -> Held:
         """Return the hot neurons of a layer on the device. neurons: int64 [n], ascending."""
-        return Held.of(neurons, n_ff, lambda name, values: self.tensor((layer, "hot", name), values))
+        return Held.of(neurons, n_ff, lambda name, values: self.made((layer, "hot", name), lambda: values))
 
     def rope(self, rope: Rope, n_ctx: int) -> RopeTable:
         """Return the tables of a rotation, which the layers share."""
         if rope not in self._ropes:
             self._ropes[rope] = RopeTable.build(rope, n_ctx, self.device)
-            self.table_nbytes += self._ropes[rope].near.nbytes + self._ropes[rope].far.nbytes
         return self._ropes[rope]
 
     def _lines(self, *ops: Linear | TransposedLinear) -> Lines:
@@ -162,13 +141,12 @@ class DeviceWeights:
         ]
         return matrix_rows(self.source, parts, self.source.tensors[ops[0].weight].row_bytes)
 
-    def _keep(self, key: object, weight: DeviceMatrix | Tensor) -> None:
-        self._kept[key] = weight
-        self.nbytes += weight.nbytes
-
     def clear(self) -> None:
         """Drop all weights and tables."""
-        self._kept.clear()
+        self.kept.clear()
         self._ropes.clear()
         self._arena.clear()
-        self.nbytes = self.table_nbytes = 0
+
+
+def _key(ops: Sequence[Linear]) -> object:
+    return tuple((op.weight, op.first_row, op.out.width) for op in ops)

@@ -163,7 +163,7 @@ def _steps(info: VulkanInfo, device: _core.VulkanDevice, type_: GGMLType) -> Ite
         for n_rows, n in {(n_rows, n) for n_rows, n, _ in MEASURED.values()}:
             model = products(n, type_, n_rows)
             opened = OpenDevice.of(info, device)
-            stages[n_rows] = VulkanStage(*model, opened, BackendOptions(n_pages=1, max_batch=32))
+            stages[n_rows] = VulkanStage(*model, opened, BackendOptions(n_blocks=1, max_batch=32))
             closing.callback(stages[n_rows].close)
 
         def seconds_of(shapes: ProductShapes, name: str) -> float:

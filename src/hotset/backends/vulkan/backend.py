@@ -26,7 +26,7 @@ class WholeVulkan(ChainBackend):
         """Open a draft, as WholeModel.open_draft. It uses the weights on the device."""
         loaded = Loaded(self.stage.matrices, self.stage.cache)
         stage = VulkanStage(weights, graph, self.stage.opened, options, loaded=loaded)
-        return WholeVulkan("vulkan", [stage], [0], n_pages=stage.n_pages, max_batch=stage.max_batch)
+        return WholeVulkan("vulkan", [stage], [0], n_blocks=stage.n_blocks, max_batch=stage.max_batch)
 
     def open_layer(self, weights: WeightSource, graph: Graph, options: BackendOptions) -> VulkanStage:
         """Open a layer, as WholeModel.open_layer."""

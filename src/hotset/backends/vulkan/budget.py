@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.vulkan import candidates
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, InputShape
 from hotset.backends.vulkan.kernels import stride_of
@@ -38,23 +38,9 @@ from hotset.backends.vulkan.weights import COMPUTED as COMPUTED_TYPES
 from hotset.backends.vulkan.weights import TILE, tile_bytes
 from hotset.formats.quants import GGMLType
 from hotset.load_parameters import KVType
+from hotset.model import operations as ops
 from hotset.model.graph import Graph
-from hotset.model.operations import (
-    NO_LAYER,
-    Attention,
-    Embed,
-    ExpertLinear,
-    ExpertSum,
-    Ffn,
-    Linear,
-    NgramEmbed,
-    PositionGain,
-    Primitive,
-    Recurrent,
-    ShortConv,
-    TransposedLinear,
-    Value,
-)
+from hotset.model.operations import NO_LAYER, Primitive, Value
 from hotset.offload.expert_cache import layout_of
 
 if TYPE_CHECKING:
@@ -65,13 +51,16 @@ _NUMBER = 4  # bytes
 
 def missing_kernel(op: Primitive, tensors: Mapping[str, TensorInfo], kv_type: KVType) -> str | None:
     """Describe the part of an operation, its tensors or its cache that no kernel supports; None if all do."""
-    in_planes = isinstance(op, TransposedLinear) and op.scales is not None
-    for name in () if isinstance(op, Embed) or in_planes else op.matrices:
+    in_planes = isinstance(op, ops.TransposedLinear) and op.scales is not None
+    for name in () if isinstance(op, ops.Embed) or in_planes else op.matrices:
         if tensors[name].type not in COMPUTED_TYPES:
             return f"the type {tensors[name].type.name}"
-    if isinstance(op, ExpertLinear | ExpertSum) and len({tensors[name].type for name in op.weights}) > 1:
+    if (
+        isinstance(op, ops.ExpertLinear | ops.ExpertSum)
+        and len({tensors[name].type for name in op.weights}) > 1
+    ):
         return "experts of several types"
-    if isinstance(op, Attention) and kv_type not in KV_CHANNELS:
+    if isinstance(op, ops.Attention) and kv_type not in KV_CHANNELS:
         return f"a {kv_type} cache"
     return missing_operation(op)
 
@@ -79,15 +68,15 @@ def missing_kernel(op: Primitive, tensors: Mapping[str, TensorInfo], kv_type: KV
 def matrix_bytes(op: Primitive, tensors: Mapping[str, TensorInfo]) -> int:
     """Return the bytes that an operation's matrices take on a device, with all experts."""
     n_bytes = 0
-    for name in () if isinstance(op, Embed) else op.matrices:
+    for name in () if isinstance(op, ops.Embed) else op.matrices:
         info = tensors[name]
-        if isinstance(op, TransposedLinear) and op.scales is not None:  # planes are stored unchanged
+        if isinstance(op, ops.TransposedLinear) and op.scales is not None:  # planes are stored unchanged
             n_bytes += planned_bytes(info.nbytes)
             continue
         n_cols, n_rows, n_matrices = (*info.shape, 1, 1)[:3]
-        if isinstance(op, Linear):
+        if isinstance(op, ops.Linear):
             n_rows = op.out.width
-        elif isinstance(op, ExpertLinear):
+        elif isinstance(op, ops.ExpertLinear):
             n_rows = op.n_rows
         tiles = -(-n_rows // TILE) * n_matrices
         n_bytes += sum(planned_bytes(size * tiles) for size in tile_bytes(info.type, n_cols))
@@ -98,14 +87,14 @@ def weight_bytes(op: Primitive, tensors: Mapping[str, TensorInfo]) -> int:
     """Return the bytes that an operation's weights take on a device. The host looks up embeddings."""
     vectors = (weight.name for weight in op.weights_read if weight.kind == "vector")
     of_vectors = sum(planned_bytes(4 * tensors[name].n_elements) for name in vectors)
-    if isinstance(op, Attention) and op.slopes is not None:
+    if isinstance(op, ops.Attention) and op.slopes is not None:
         of_vectors += planned_bytes(4 * len(op.slopes))
-    if isinstance(op, Recurrent):  # more vectors are derived from some of them
+    if isinstance(op, ops.Recurrent):  # more vectors are derived from some of them
         of_vectors *= 2
     return matrix_bytes(op, tensors) + of_vectors
 
 
-def neuron_bytes(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> tuple[int, int, int]:
+def neuron_bytes(ffn: ops.Ffn, tensors: Mapping[str, TensorInfo]) -> tuple[int, int, int]:
     """Return three byte counts of an FFN that can be split.
 
     They are the bytes of each hot neuron, the most that rounding up and one permanent neuron add, and the
@@ -115,14 +104,14 @@ def neuron_bytes(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> tuple[int, int,
     for op in (ffn.gate, ffn.up, ffn.down):
         for name in () if op is None else op.matrices:
             info = tensors[name]
-            if isinstance(op, TransposedLinear) and name == op.scales:
+            if isinstance(op, ops.TransposedLinear) and name == op.scales:
                 scales += planned_bytes(info.nbytes)
                 continue
-            if isinstance(op, TransposedLinear) and op.scales is not None:
+            if isinstance(op, ops.TransposedLinear) and op.scales is not None:
                 tiles = [TILE * info.row_bytes, TILE * _NUMBER]  # codes, and scale numbers
             else:
                 tiles = list(tile_bytes(info.type, info.shape[0]))
-            if isinstance(op, Linear) and op.bias is not None:
+            if isinstance(op, ops.Linear) and op.bias is not None:
                 tiles.append(TILE * _NUMBER)
             for tile in filter(None, tiles):
                 each += -(-tile // TILE)
@@ -132,7 +121,7 @@ def neuron_bytes(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> tuple[int, int,
     return each, spare, scales
 
 
-def split_bytes(ffns: Sequence[Ffn], max_batch: int) -> int:
+def split_bytes(ffns: Sequence[ops.Ffn], max_batch: int) -> int:
     """Return the additional bytes of a stage that splits some of these FFNs: exchange buffers and values."""
     if not ffns:
         return 0
@@ -141,7 +130,7 @@ def split_bytes(ffns: Sequence[Ffn], max_batch: int) -> int:
     return sum(exchange_bytes(ffns, max_batch)) + 2 * PAGE + values
 
 
-def expert_bytes(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> int:
+def expert_bytes(ffn: ops.Ffn, tensors: Mapping[str, TensorInfo]) -> int:
     """Return the bytes of one expert's slot in an MoE layer.
 
     A 512th is added for the ends of buffers that are bound in parts.
@@ -154,7 +143,7 @@ def expert_bytes(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> int:
     return n_bytes + n_bytes // 512
 
 
-def expert_cache_bytes(ffns: Sequence[Ffn], tensors: Mapping[str, TensorInfo], max_batch: int) -> int:
+def expert_cache_bytes(ffns: Sequence[ops.Ffn], tensors: Mapping[str, TensorInfo], max_batch: int) -> int:
     """Return the fixed bytes of a stage with an expert cache for some of these layers.
 
     They are one slot of each layout (the minimum), unused room in blocks, tables, routes, and buffers for the
@@ -169,33 +158,33 @@ def expert_cache_bytes(ffns: Sequence[Ffn], tensors: Mapping[str, TensorInfo], m
     return n_bytes + tables + routes + sum(exchange_bytes(ffns, max_batch)) + 2 * PAGE
 
 
-def cache_sizes(op: Attention, kv_type: KVType, n_pages: int) -> list[int]:
+def cache_sizes(op: ops.Attention, kv_type: KVType, n_blocks: int) -> list[int]:
     """Return the bytes of a layer's keys and of its values, and for q8_0 of their float32 scales."""
-    per, places = KV_CHANNELS[kv_type], n_pages * op.n_head_kv * PAGE_SIZE
+    per, places = KV_CHANNELS[kv_type], n_blocks * op.n_head_kv * BLOCK_SIZE
     sizes = [16 * -(-dim // per) * places for dim in (op.head_dim, op.head_dim_v)]
     if kv_type == "q8_0":
         sizes += [4 * -(-dim // 32) * places for dim in (op.head_dim, op.head_dim_v)]
     return sizes
 
 
-def state_bytes(op: Recurrent) -> int:
+def state_bytes(op: ops.Recurrent) -> int:
     """Return the bytes of one state slot."""
     return 4 * math.prod(op.state_shape)
 
 
-def cache_bytes(op: Primitive, kv_type: KVType, n_pages: int, n_states: int) -> int:
+def cache_bytes(op: Primitive, kv_type: KVType, n_blocks: int, n_states: int) -> int:
     """Return the device bytes of an operation's keys and values, or of its states."""
-    if isinstance(op, NgramEmbed):  # the host computes it
+    if isinstance(op, ops.NgramEmbed):  # the host computes it
         return 0
-    if isinstance(op, Recurrent):
+    if isinstance(op, ops.Recurrent):
         return planned_bytes(n_states * state_bytes(op))
-    if not isinstance(op, Attention) or op.source is not None or kv_type not in KV_CHANNELS:
+    if not isinstance(op, ops.Attention) or op.source is not None or kv_type not in KV_CHANNELS:
         return 0
-    return sum(map(planned_bytes, cache_sizes(op, kv_type, n_pages)))
+    return sum(map(planned_bytes, cache_sizes(op, kv_type, n_blocks)))
 
 
 def workspace_bytes(
-    graph: Graph, tensors: Mapping[str, TensorInfo], max_batch: int, n_pages: int, n_states: int
+    graph: Graph, tensors: Mapping[str, TensorInfo], max_batch: int, n_blocks: int, n_states: int
 ) -> int:
     """Return an upper bound on the workspace bytes of a stage with some layers of a graph.
 
@@ -206,31 +195,31 @@ def workspace_bytes(
     residual = Value(-1, graph.ops[0].out.width, "residual")
     sizes = [
         values,
-        InputShape.of(graph, residual, max_batch=max_batch, n_pages=n_pages, n_states=n_states).nbytes,
+        InputShape.of(graph, residual, max_batch=max_batch, n_blocks=n_blocks, n_states=n_states).nbytes,
         4 * OUTPUT_ROWS * stride_of(graph.result),
         4 * max_batch * stride_of(residual),  # the result of a part without the output
         candidates.scratch_bytes(graph.result.width, OUTPUT_ROWS),
-        *part_bytes(steps, max_batch, n_pages),
+        *part_bytes(steps, max_batch, n_blocks),
         rounded_bytes(steps, first_of_tail, max_batch, tensors),
     ]
     return sum(size + PAGE for size in sizes) + 2 * SPARE
 
 
-def dispatches(graph: Graph, tensors: Mapping[str, TensorInfo], n_pages: int) -> Counter[int]:
+def dispatches(graph: Graph, tensors: Mapping[str, TensorInfo], n_blocks: int) -> Counter[int]:
     """Count the dispatches for one token in each layer; NO_LAYER counts the others, with candidates."""
     counts: Counter[int] = Counter({NO_LAYER: len(candidates.n_chunks(graph.result.width))})
     rounded: Value | None = None
     for step in steps_of(graph)[0]:
         match step.op:
-            case Embed() | NgramEmbed() | PositionGain():
+            case ops.Embed() | ops.NgramEmbed() | ops.PositionGain():
                 n = 0
-            case Attention():
-                n = (2 if step.op.source is None else 0) + (2 if n_splits(n_pages) > 1 else 1)
-            case ExpertSum():
+            case ops.Attention():
+                n = (2 if step.op.source is None else 0) + (2 if n_splits(n_blocks) > 1 else 1)
+            case ops.ExpertSum():
                 n = 2
-            case ShortConv():
+            case ops.ShortConv():
                 n = 1
-            case _ if isinstance(step.op, Recurrent):  # a norm of queries and keys, a decay, the scan
+            case _ if isinstance(step.op, ops.Recurrent):  # a norm of queries and keys, a decay, the scan
                 n = 3
             case _:
                 n = 1

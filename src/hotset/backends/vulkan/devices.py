@@ -50,11 +50,6 @@ def validates() -> bool:
     return os.environ.get("HOTSET_VULKAN_VALIDATION") == "1"
 
 
-def is_vulkan(name: object) -> bool:
-    """Return whether `name` names a Vulkan device."""
-    return isinstance(name, str) and name.partition(":")[0] == NAME
-
-
 def list_devices() -> list[VulkanInfo]:
     """Return the devices of this machine in the driver's order. Raises DeviceError without a driver."""
     return [VulkanInfo(**facts) for facts in _core.vulkan_devices(validates())]

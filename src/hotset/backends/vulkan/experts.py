@@ -14,6 +14,8 @@ from functools import partial
 import numpy as np
 
 from hotset import _core
+from hotset.backends.decoded import expert_biases
+from hotset.backends.device.experts import expert_rows, why_not_cached
 from hotset.backends.vulkan.memory import BufferRange, aligned
 from hotset.backends.vulkan.weights import (
     COMPUTED,
@@ -25,17 +27,17 @@ from hotset.backends.vulkan.weights import (
     write_all,
 )
 from hotset.formats.gguf import TensorInfo
-from hotset.formats.quants import GGMLType, dequantize
+from hotset.formats.quants import GGMLType
 from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
-from hotset.model.operations import ExpertLinear, ExpertSum, Ffn, Route, Value
-from hotset.offload.expert_cache import ACTIVATIONS, ExpertCache, Group, parts_of
+from hotset.model.operations import Ffn, Value
+from hotset.offload.expert_cache import ExpertCache, Group, parts_of
 
 
 class VulkanExpertCache(ExpertCache):
     """The expert cache of a VulkanStage.
 
-    beside: a thread rearranges experts during the steps; False: all work is done between two steps.
+    in_thread: a thread rearranges experts during the steps; False: all work is done between two steps.
     nbytes: bytes of device memory, all allocated at the start.
     """
 
@@ -49,9 +51,9 @@ class VulkanExpertCache(ExpertCache):
         ffns: Sequence[Ffn],
         n_slots: int,
         *,
-        beside: bool,
+        in_thread: bool,
     ) -> None:
-        super().__init__(ffns, source.tensors, n_slots, beside=beside, least=1)
+        super().__init__(ffns, source.tensors, n_slots, in_thread=in_thread, least=1)
         self._source, weights = source, VulkanWeights(source, device)
         self._slots: list[dict[str, tuple[VulkanMatrix, BufferRange | None]]] = []
         for group in self.groups:
@@ -101,48 +103,17 @@ class VulkanExpertCache(ExpertCache):
         found: list[Placed] = []
         for name, op in parts_of(group.ffns[layer]).items():
             matrix, biases = self._slots[group.number][name]
-            of_each = op.n_expert // len(op.weights)
-            data = self._source.data(op.weights[id // of_each]).reshape(of_each, -1)[id % of_each]
-            first = op.first_row if isinstance(op, ExpertLinear) else 0
-            rows = data.reshape(-1, self._source.tensors[op.weights[0]].row_bytes)
-            found += placed(matrix, slot, rows[first : first + matrix.n_rows])
-            if biases is not None and op.bias is not None:
-                info = self._source.tensors[op.bias]
-                of_all = dequantize(self._source.data(op.bias), info.type, info.shape).reshape(
-                    op.n_expert, -1
-                )
-                own = np.ascontiguousarray(of_all[id, first : first + matrix.n_rows], np.float32)
+            found += placed(matrix, slot, expert_rows(self._source, op, id))
+            if biases is not None:
+                own = expert_biases(self._source, op)[id]
                 found.append((biases, slot * own.nbytes, own.view(np.uint8)))
         return partial(write_all, found)
 
 
 def cached_layers(graph: Graph, tensors: Mapping[str, TensorInfo]) -> tuple[dict[int, Ffn], str]:
     """Return the MoE layers whose experts a cache may hold, and why the first other MoE layer has none."""
-    held: dict[int, Ffn] = {}
-    why = ""
-    for ffn in graph.ffns:
-        if ffn.route is not None:
-            if what := why_not_cached(ffn, tensors):
-                why = why or f"blk.{ffn.layer}: no expert cache on Vulkan holds {what}"
-            else:
-                held[ffn.layer] = ffn
-    return held, why
-
-
-def why_not_cached(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> str:
-    """Return which part of a layer's experts would differ in its last bits between the device and the CPU.
-
-    The text is empty if nothing would differ.
-    """
-    parts = parts_of(ffn).values()
-    if not isinstance(ffn.select, Route) or ffn.top_k is not None or ffn.sub_norm is not None:
-        return "experts with predictors, or with a norm or a selection among their neurons"
-    if any(isinstance(op, ExpertSum) and op.neuron_major for op in parts):
-        return "neuron-major down projections"
-    if any(len({tensors[name].type for name in op.weights}) > 1 for op in parts):
-        return "experts of several types"
-    types = {tensors[name].type for op in parts for name in op.weights}
-    if others := sorted(type_.name for type_ in types if type_ in FLOATS or type_ not in COMPUTED):
-        return f"experts of the type {others[0]}"
-    kinds = [op.kind for op in (ffn.gate_act, ffn.up_act) if op is not None]
-    return next((f"the activation {kind}" for kind in kinds if kind not in ACTIVATIONS), "")
+    types = set(COMPUTED).difference(FLOATS)
+    reasons = [(ffn, why_not_cached(ffn, tensors, types)) for ffn in graph.ffns if ffn.route is not None]
+    held = {ffn.layer: ffn for ffn, why in reasons if not why}
+    refused = (f"blk.{ffn.layer}: no expert cache on Vulkan holds {why}" for ffn, why in reasons if why)
+    return held, next(refused, "")

@@ -8,21 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import PAGE_SIZE, Batch, check_states
+from hotset.backends.base import BLOCK_SIZE, Batch, check_states
 from hotset.backends.vulkan.kernels import stride_of
 from hotset.backends.vulkan.memory import BufferRange, aligned
+from hotset.model import operations as ops
 from hotset.model.graph import Graph
-from hotset.model.operations import (
-    Attention,
-    Embed,
-    NgramEmbed,
-    PositionGain,
-    Recurrent,
-    Rope,
-    Rotate,
-    ShortConv,
-    Value,
-)
+from hotset.model.operations import Value
 from hotset.model.rope import cos_sin
 
 OUTPUT_ROWS = 64  # rows of logits computed at a time
@@ -39,28 +30,28 @@ class InputShape:
     """
 
     max_batch: int
-    n_pages: int
+    n_blocks: int
     n_states: int
-    ropes: tuple[Rope, ...]
+    ropes: tuple[ops.Rope, ...]
     entering: Mapping[Value, int]
     heads: tuple[int, ...]
     tiles: tuple[int, ...]
 
     @classmethod
     def of(
-        cls, graph: Graph, entering: Value | None, *, max_batch: int, n_pages: int, n_states: int
+        cls, graph: Graph, entering: Value | None, *, max_batch: int, n_blocks: int, n_states: int
     ) -> InputShape:
         """Return the shape for a part of a graph. entering: its input value; None if it reads the tokens."""
-        values = [op.out for op in graph.ops if isinstance(op, Embed | NgramEmbed | PositionGain)]
+        values = [op.out for op in graph.ops if isinstance(op, ops.Embed | ops.NgramEmbed | ops.PositionGain)]
         values += [entering] if entering else []
-        scans = (op for op in graph.recurrent if not isinstance(op, ShortConv | NgramEmbed))
+        scans = (op for op in graph.recurrent if not isinstance(op, ops.ShortConv | ops.NgramEmbed))
         return cls(
             max_batch,
-            n_pages,
+            n_blocks,
             n_states if graph.recurrent else 0,
-            tuple(dict.fromkeys(op.rope for op in graph.ops if isinstance(op, Rotate))),
+            tuple(dict.fromkeys(op.rope for op in graph.ops if isinstance(op, ops.Rotate))),
             {value: stride_of(value) for value in values},
-            tuple(dict.fromkeys(op.n_head for op in graph.ops if isinstance(op, Attention))),
+            tuple(dict.fromkeys(op.n_head for op in graph.ops if isinstance(op, ops.Attention))),
             tuple(dict.fromkeys(tiles_of(op) for op in scans)),
         )
 
@@ -69,7 +60,7 @@ class InputShape:
         """Return the 32-bit words of each input of a batch, by its key in VulkanInputs."""
         most = self.max_batch
         words: dict[object, int] = {
-            "positions": 3 * most, "slots": most, "tables": most * self.n_pages, "outputs": OUTPUT_ROWS,
+            "positions": 3 * most, "slots": most, "tables": most * self.n_blocks, "outputs": OUTPUT_ROWS,
             "thresholded": most, "states": 4 * most if self.n_states else 1,
         }  # fmt: skip
         words |= {rope: most * rope.n_rot for rope in self.ropes}
@@ -87,14 +78,14 @@ class VulkanInputs:
 
     "positions": uint32 [3, max_batch]: each token's position, its sequence's row in "tables", and the last
     position of its sequence. "slots": uint32 [max_batch], cache slots of the tokens. "tables": uint32
-    [max_batch, n_pages]. "outputs": uint32 [OUTPUT_ROWS]. "thresholded": float32 [max_batch]. "states":
+    [max_batch, n_blocks]. "outputs": uint32 [OUTPUT_ROWS]. "thresholded": float32 [max_batch]. "states":
     uint32 [4, max_batch] (csrc/vulkan/shaders/states.glsl). A Rope: angles, float32 [max_batch, n_rot / 2,
     2]. An entering Value: its rows, float32 [max_batch, stride]. ("heads", n) and ("tiles", n): uint32 [3],
     the workgroups of a split attention with n heads, and of a scan with n tiles (tiles_of).
     """
 
     def __init__(self, device: _core.VulkanDevice, shape: InputShape) -> None:
-        self._max_batch, self._n_pages, self._n_states = shape.max_batch, shape.n_pages, shape.n_states
+        self._max_batch, self._n_blocks, self._n_states = shape.max_batch, shape.n_blocks, shape.n_states
         sizes = shape.words
         self.buffer = device.allocate(shape.nbytes, "to_device")
         self.nbytes = self.buffer.reserved
@@ -127,17 +118,16 @@ class VulkanInputs:
         """
         n = len(batch.tokens)
         # Renumber the sequences: the caller may have more of them than a step has tokens.
-        used, own = np.unique(batch.sequences, return_inverse=True)
-        width = min(int(batch.positions.max()) // PAGE_SIZE + 1, self._n_pages)
-        first = np.flatnonzero(np.append(True, batch.sequences[1:] != batch.sequences[:-1]))
-        lengths = np.diff(np.append(first, n))
+        first, lengths = batch.runs()
+        used, own = batch.sequences[first], np.repeat(np.arange(len(first)), lengths)
+        width = min(int(batch.positions.max()) // BLOCK_SIZE + 1, self._n_blocks)
         if self._n_states:
             self._fill_states(batch, first, lengths)
         positions = self._words["positions"].reshape(3, -1)
         last = batch.positions[first + lengths - 1]
-        positions[:, :n] = batch.positions, own.reshape(-1), np.repeat(last, lengths)
+        positions[:, :n] = batch.positions, own, np.repeat(last, lengths)
         self._words["slots"][:n] = slots
-        self._words["tables"].reshape(-1, self._n_pages)[: len(used), :width] = batch.page_tables[
+        self._words["tables"].reshape(-1, self._n_blocks)[: len(used), :width] = batch.block_tables[
             used, :width
         ]
         flags = np.zeros(n, np.float32) if batch.thresholded is None else batch.thresholded
@@ -167,7 +157,7 @@ class VulkanInputs:
         self._words["outputs"][: len(outputs)] = outputs
 
 
-def tiles_of(op: Recurrent) -> int:
+def tiles_of(op: ops.Recurrent) -> int:
     """Return the workgroups of a scan for one sequence (csrc/vulkan/shaders/scan.comp)."""
     n_head, *_, width = (1, *op.state_shape)[-3:]
     return n_head * -(-width // _COLUMNS)

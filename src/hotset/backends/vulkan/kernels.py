@@ -12,6 +12,7 @@ import numpy as np
 
 from hotset import _core
 from hotset.backends.vulkan.shapes import DeviceShapes
+from hotset.backends.vulkan.timings import Dispatch, DispatchTimings
 from hotset.model.operations import Value
 
 _LANES = 64  # lanes of a workgroup in elementwise kernels
@@ -67,13 +68,15 @@ class VulkanKernels:
     A probe of the device (probe.comp) decides which native instructions they use; the bits are the same.
     is_native: kernels use integer dot products and half floats, which the probe found exact; Vulkan does not
     guarantee that. is_fused: fma() rounds once; otherwise kernels compute products and sums with their errors
-    instead. shapes: workgroup shapes of the products recorded from now on.
+    instead. shapes, timings: for programs recorded from now on, workgroup shapes of products, and the times
+    of their dispatches; None: programs are not timed.
     """
 
     allows_native = True  # tests set it to False
 
     def __init__(self, device: _core.VulkanDevice, shapes: DeviceShapes | None = None) -> None:
         self.device, self.shapes = device, shapes or DeviceShapes()
+        self.timings: DispatchTimings | None = None
         self.compiled: dict[tuple[object, ...], _core.VulkanKernel] = {}
         self.is_native, self.is_fused = device.has_integer_dots and self.allows_native, True
         as_native, self.is_fused = self._probed()
@@ -120,11 +123,15 @@ def shaders_digest() -> str:
 
 
 class Recorder:
-    """A recorder of the dispatches of a program."""
+    """A recorder of the dispatches of a program.
+
+    operation: the name of the operation whose dispatches are added next.
+    """
 
     def __init__(self, kernels: VulkanKernels) -> None:
-        self.program = _core.VulkanProgram(kernels.device)
-        self.n_dispatches = 0
+        self.program = _core.VulkanProgram(kernels.device, kernels.timings is not None)
+        self.dispatches: list[Dispatch] = []
+        self.operation = ""
         self.rounded: Value | None = None  # the value whose rows were rounded last
         self._kernels = kernels
 
@@ -135,11 +142,12 @@ class Recorder:
         bindings: Sequence[_core.VulkanBinding],
         push: Sequence[float],
         groups: tuple[int, int, int],
+        weight_bytes: int = 0,
     ) -> None:
-        """Record one dispatch of `groups` workgroups."""
+        """Record one dispatch of `groups` workgroups. weight_bytes: of the matrix that it reads."""
         kernel, packed = self._kernels.get(name, constants), struct.pack(f"<{KERNELS[name].push}", *push)
         self.program.dispatch(kernel, list(bindings), packed, groups)
-        self.n_dispatches += 1
+        self.dispatches.append(Dispatch(name, self.operation, groups, weight_bytes))
 
     def add_indirect(
         self,
@@ -155,7 +163,7 @@ class Recorder:
         """
         kernel, packed = self._kernels.get(name, constants), struct.pack(f"<{KERNELS[name].push}", *push)
         self.program.dispatch_indirect(kernel, list(bindings), packed, *groups)
-        self.n_dispatches += 1
+        self.dispatches.append(Dispatch(name, self.operation, None, 0))
 
 
 Record = Callable[[Recorder, int], None]  # records the dispatches of an operation for n rows

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hotset.backends.cpu.worker import CpuWorker
-from hotset.backends.device.opening import open_chain
+from hotset.backends.device.opening import open_chain, shared_with_cpu
 from hotset.backends.device.stage import CpuShare
 from hotset.backends.pipeline import ChainBackend
 from hotset.backends.stage import BackendOptions, Stage
@@ -18,9 +19,10 @@ from hotset.backends.vulkan.experts import cached_layers
 from hotset.backends.vulkan.pipelines import open_device
 from hotset.backends.vulkan.shapes import DeviceShapes
 from hotset.backends.vulkan.stage import OpenDevice, VulkanStage
+from hotset.backends.vulkan.timings import trace_file
 from hotset.formats.source import WeightSource
 from hotset.model.graph import Graph
-from hotset.placement.build import PlacedPiece, hot_of, share_of
+from hotset.placement.build import PlacedPiece
 from hotset.placement.table import Placement
 
 if TYPE_CHECKING:
@@ -75,31 +77,38 @@ class _StageOpener:
     def share(self, piece: PlacedPiece) -> CpuShare:
         """Return the CPU's share, as StageOpener.share."""
         placement = self._placement
-        # A kernel needs at least one row: if no neuron pays off on the device, it gets the first.
-        masks = hot_of(placement, piece)
-        hot = {i: mask if mask.any() else np.arange(len(mask)) == 0 for i, mask in masks.items()}
         n_slots = placement.expert_slots[piece.device] if placement.expert_slots else 0
         cached = cached_layers(self._graph, self._weights.tensors)[0] if n_slots else {}
-        experts = [i for i in piece.layers if i in cached]
-        return CpuShare(hot, experts, share_of(n_slots, cached, piece, placement))
+        share = shared_with_cpu(placement, piece, cached)
+        # A kernel needs at least one row: if no neuron pays off on the device, it gets the first.
+        hot = {i: mask if mask.any() else np.arange(len(mask)) == 0 for i, mask in share.hot.items()}
+        return replace(share, hot=hot)
 
-    def open_stage(self, piece: PlacedPiece, share: CpuShare, runtime: _core.Runtime | None) -> Stage:
+    def open_worker(self, piece: PlacedPiece, share: CpuShare, runtime: _core.Runtime) -> CpuWorker:  # noqa: ARG002
+        """Open the worker of a stage, as StageOpener.open_worker."""
+        return CpuWorker(
+            self._weights, self._graph, share.hot, self._options, experts=share.experts, runtime=runtime
+        )
+
+    def open_stage(
+        self,
+        piece: PlacedPiece,
+        share: CpuShare,
+        worker: CpuWorker | None,
+        runtime: _core.Runtime | None,  # noqa: ARG002
+    ) -> Stage:
         """Open a stage, as StageOpener.open_stage."""
         opened = OpenDevice.of(*self._device(piece.device))
-        worker = None
-        if share:
-            worker = CpuWorker(
-                self._weights, self._graph, share.hot, self._options, experts=share.experts, runtime=runtime
-            )
-        try:
-            return VulkanStage(
-                self._weights, self._graph, opened, self._options, span=piece.span, share=share,
-                worker=worker,
-            )  # fmt: skip
-        except BaseException:
-            if worker is not None:
-                worker.close()
-            raise
+        stage = VulkanStage(
+            self._weights, self._graph, opened, self._options, span=piece.span, share=share, worker=worker
+        )
+        if trace_file() is not None:
+            try:
+                stage.start_timing()
+            except BaseException:
+                stage.close()
+                raise
+        return stage
 
     def _device(self, i: int) -> tuple[VulkanInfo, _core.VulkanDevice, DeviceShapes]:
         if i not in self._opened:

@@ -18,36 +18,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.cpu.worker import split_ffns
+from hotset.backends.device.planning import within_budget
 from hotset.backends.stage import BackendOptions
 from hotset.backends.vulkan import budget
 from hotset.backends.vulkan.autotune import WIDTH, device_key, products
 from hotset.backends.vulkan.devices import NAME, VulkanInfo, find_device
 from hotset.backends.vulkan.experts import cached_layers
 from hotset.backends.vulkan.kernels import shaders_digest
+from hotset.backends.vulkan.plugin import refused
 from hotset.backends.vulkan.report import VulkanRates
 from hotset.backends.vulkan.stage import OpenDevice, VulkanStage
-from hotset.errors import OutOfMemoryError, UnsupportedModelError
+from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.load_parameters import KVType
 from hotset.memory import free_memory
+from hotset.model import operations as ops
 from hotset.model.cost import kv_bytes
 from hotset.model.decoder import describe_nextn
 from hotset.model.graph import Graph
-from hotset.model.operations import (
-    NO_LAYER,
-    Activate,
-    Attention,
-    Embed,
-    ExpertLinear,
-    ExpertSum,
-    Ffn,
-    Primitive,
-    Recurrent,
-    SelectOutputs,
-)
+from hotset.model.operations import NO_LAYER, Primitive
 from hotset.offload.expert_cache import layout_numbers
 from hotset.parameters import real_number
 from hotset.placement import machine
@@ -64,7 +56,6 @@ if TYPE_CHECKING:
     from hotset.placement.cards import Card
     from hotset.reporter import Reporter
 
-KEPT_FREE = 256 << 20  # bytes of a device that stay free without a budget
 _SHARE_OF_SHARED = 0.75  # of the host's free memory, for a device that shares it
 _N_ROWS = 8192  # rows of the measured matrices, 19 MB each
 _MOST = 16  # measured matrices, more than caches hold
@@ -119,7 +110,7 @@ def measure_now(info: VulkanInfo) -> VulkanRates:
 
 def _seconds_of(info: VulkanInfo, model: tuple[HeldWeights, Graph]) -> float:
     """Return the median seconds of a recorded step with one token."""
-    options = BackendOptions(n_pages=1, max_batch=1)
+    options = BackendOptions(n_blocks=1, max_batch=1)
     with contextlib.closing(VulkanStage(*model, OpenDevice.of(info), options)) as stage:
         stage.rerun()
         return median_seconds(stage.rerun, _SECONDS)
@@ -129,10 +120,10 @@ def _chain(n: int) -> tuple[HeldWeights, Graph]:
     """Build a graph of `n` cheap operations, each on the result of the one before it."""
     weights, graph = HeldWeights(), Graph()
     weights.add("x", (WIDTH, 1), GGMLType.F32, np.ones((1, WIDTH), np.float32))
-    x = graph.add(Embed(graph.value("embedding", WIDTH), "x"))
+    x = graph.add(ops.Embed(graph.value("embedding", WIDTH), "x"))
     for i in range(n):
-        x = graph.add(Activate(graph.value(f"{i}", WIDTH), x, "relu"))
-    graph.add(SelectOutputs(graph.value("logits", WIDTH), x))
+        x = graph.add(ops.Activate(graph.value(f"{i}", WIDTH), x, "relu"))
+    graph.add(ops.SelectOutputs(graph.value("logits", WIDTH), x))
     return weights, graph
 
 
@@ -182,7 +173,7 @@ def placement_facts(to_place: ModelToPlace, devices: Sequence[str | Card]) -> Pl
     graph, tensors, settings = to_place.graph, to_place.weights.tensors, to_place.settings
     names = list(map(str, devices))
     infos = [find_device(name) for name in names]
-    sizes = settings.kv_type, to_place.n_pages, settings.max_batch
+    sizes = settings.kv_type, to_place.n_blocks, settings.max_batch
     counted = partial(
         model_facts, graph, tensors, *sizes, mode=to_place.mode, n_states=to_place.n_states
     )  # fmt: skip
@@ -228,14 +219,6 @@ def placement_facts(to_place: ModelToPlace, devices: Sequence[str | Card]) -> Pl
     )  # fmt: skip
 
 
-def refused(where: str, what: str, *, or_auto: bool = False) -> UnsupportedModelError:
-    auto = ", or use device='auto', and it computes these layers" if or_auto else ""
-    return UnsupportedModelError(
-        f"{where}: no Vulkan kernel computes {what} yet; leave `device` out, and the CPU computes this model"
-        f"{auto}"
-    )
-
-
 def _notes(infos: Sequence[VulkanInfo], missing: Mapping[int, str]) -> list[str]:
     notes = [
         f"{info.name} is a software driver: the plan is that of a desktop with a GPU of 500 GB/s"
@@ -260,26 +243,19 @@ def limit_of(name: str, info: VulkanInfo, gib: float | None, free: float | None 
     there = info.free
     if info.shares_memory:
         there = min(there, int(_SHARE_OF_SHARED * (free_memory() if free is None else free)))
-    if gib is None or gib == -1:
-        return Device(name, max(there - KEPT_FREE, 0), 0)
-    if gib * 2**30 > there:
-        raise OutOfMemoryError(
-            f"a budget of {gib:g} GiB is more than the {there / 2**30:.1f} GiB that are free on {info.name}; "
-            "lower vram_budget, or free some of its memory"
-        )
-    return Device(name, int(gib * 2**30), 0)
+    return within_budget(Device(name, there, 0), gib, f"that are free on {info.name}")
 
 
 def model_facts(
     graph: Graph,
     tensors: Mapping[str, TensorInfo],
     kv_type: KVType,
-    n_pages: int,
+    n_blocks: int,
     max_batch: int,
     *,
     mode: FFNMode = "dense",
     n_states: int = 0,
-    cached: Mapping[int, Ffn] | None = None,
+    cached: Mapping[int, ops.Ffn] | None = None,
 ) -> ModelFacts:
     """Count the bytes of a model on a Vulkan device, by layer.
 
@@ -289,28 +265,28 @@ def model_facts(
     parts: dict[int, list[Primitive]] = {}
     for op in graph.primitives:
         parts.setdefault(op.layer, []).append(op)
-    n_kernels = budget.dispatches(graph, tensors, n_pages)
-    n_ff = {op.layer: op.n_ff for op in graph.ops if isinstance(op, Ffn) and not op.shared}
+    n_kernels = budget.dispatches(graph, tensors, n_blocks)
+    n_ff = {op.layer: op.n_ff for op in graph.ops if isinstance(op, ops.Ffn) and not op.shared}
     split = {} if mode == "dense" else split_ffns(graph)
     moe = cached or {}
     layouts = layout_numbers(moe.values(), tensors)
     for i in layouts:
-        parts[i] = [op for op in parts[i] if not isinstance(op, ExpertLinear | ExpertSum)]
+        parts[i] = [op for op in parts[i] if not isinstance(op, ops.ExpertLinear | ops.ExpertSum)]
         n_kernels[i] += _SUBMIT_KERNELS
     layers = []
     for i in range(graph.n_layer):
-        layer = _layer(parts.get(i, []), tensors, kv_type, (n_pages, n_states), n_ff.get(i, 0), n_kernels[i])
+        layer = _layer(parts.get(i, []), tensors, kv_type, (n_blocks, n_states), n_ff.get(i, 0), n_kernels[i])
         layer = _with_neurons(layer, split.get(i), tensors, mode)
         if i in layouts:
             layer = _with_cache(layer, moe[i], tensors, layouts[i])
         layers.append(layer)
     shared = [split[i] for i, layer in enumerate(layers) if layer.n_split]
-    output = [op for op in parts.get(NO_LAYER, []) if not isinstance(op, Embed)]
+    output = [op for op in parts.get(NO_LAYER, []) if not isinstance(op, ops.Embed)]
     for op in output:
         if (what := budget.missing_kernel(op, tensors, kv_type)) is not None:
             raise refused(op.out.name, what)
     weights = sum(budget.weight_bytes(op, tensors) for op in output)
-    workspace = budget.workspace_bytes(graph, tensors, max_batch, n_pages, n_states)
+    workspace = budget.workspace_bytes(graph, tensors, max_batch, n_blocks, n_states)
     if moe:
         workspace += budget.expert_cache_bytes(list(moe.values()), tensors, max_batch)
     return ModelFacts(
@@ -319,7 +295,7 @@ def model_facts(
 
 
 def _with_neurons(
-    layer: LayerFacts, ffn: Ffn | None, tensors: Mapping[str, TensorInfo], mode: FFNMode
+    layer: LayerFacts, ffn: ops.Ffn | None, tensors: Mapping[str, TensorInfo], mode: FFNMode
 ) -> LayerFacts:
     """Return a layer with its neurons counted apart from its other weights, if they can be split.
 
@@ -338,9 +314,11 @@ def _with_neurons(
     )  # fmt: skip
 
 
-def _with_cache(layer: LayerFacts, ffn: Ffn, tensors: Mapping[str, TensorInfo], layout: int) -> LayerFacts:
+def _with_cache(
+    layer: LayerFacts, ffn: ops.Ffn, tensors: Mapping[str, TensorInfo], layout: int
+) -> LayerFacts:
     """Return a layer whose experts may be in an expert cache, in slots of a layout."""
-    assert isinstance(ffn.up, ExpertLinear)
+    assert isinstance(ffn.up, ops.ExpertLinear)
     return replace(
         layer, expert_bytes=budget.expert_bytes(ffn, tensors), n_experts=ffn.up.n_expert,
         n_used=ffn.up.n_used, is_cached=True, layout=layout,
@@ -348,30 +326,30 @@ def _with_cache(layer: LayerFacts, ffn: Ffn, tensors: Mapping[str, TensorInfo], 
 
 
 def _layer(
-    ops: Sequence[Primitive],
+    operations: Sequence[Primitive],
     tensors: Mapping[str, TensorInfo],
     kv_type: KVType,
     cache: tuple[int, int],
     n_ff: int,
     n_kernels: int,
 ) -> LayerFacts:
-    n_pages, n_states = cache
-    missing = next(filter(None, (budget.missing_kernel(op, tensors, kv_type) for op in ops)), None)
+    n_blocks, n_states = cache
+    missing = next(filter(None, (budget.missing_kernel(op, tensors, kv_type) for op in operations)), None)
     fixed = kv = kv_read = idle = 0
-    for op in ops:
+    for op in operations:
         if missing is None:
             fixed += budget.weight_bytes(op, tensors)
         else:
-            fixed += sum(tensors[name].nbytes for name in op.matrices if not isinstance(op, Embed))
-        if isinstance(op, ExpertLinear | ExpertSum):
+            fixed += sum(tensors[name].nbytes for name in op.matrices if not isinstance(op, ops.Embed))
+        if isinstance(op, ops.ExpertLinear | ops.ExpertSum):
             all_bytes = sum(tensors[name].nbytes for name in op.matrices)
             counted = all_bytes if missing is not None else budget.matrix_bytes(op, tensors)
             idle += counted - all_bytes * op.n_used // op.n_expert
-        kv += budget.cache_bytes(op, kv_type, n_pages, n_states)
-        if isinstance(op, Recurrent):  # a state is read and written once
+        kv += budget.cache_bytes(op, kv_type, n_blocks, n_states)
+        if isinstance(op, ops.Recurrent):  # a state is read and written once
             kv_read += 2 * budget.state_bytes(op)
-        if isinstance(op, Attention):
-            n_tokens = n_pages * PAGE_SIZE
+        if isinstance(op, ops.Attention):
+            n_tokens = n_blocks * BLOCK_SIZE
             kv_read += int(op.n_visible(n_tokens // 2 - 1)) * kv_bytes(op, kv_type)
     return LayerFacts(
         n_ff, 0, fixed, 0, 0, kv, kv_read, 0, 0, idle_bytes=idle, n_kernels=n_kernels, missing=missing

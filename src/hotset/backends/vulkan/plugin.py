@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hotset.backends.registry import Capabilities
+from hotset.errors import UnsupportedModelError
 from hotset.formats.quants import GGMLType as T
 from hotset.model import operations as ops
 
@@ -26,3 +27,12 @@ CAPABILITIES = Capabilities(
     determinism="the same bits for any batch, chunk and driver; quantised products, norms and attention have "
     "the CPU's bits",
 )  # fmt: skip
+
+
+def refused(where: str, what: str, *, or_auto: bool = False) -> UnsupportedModelError:
+    """Return the error for a part of a model without a kernel. or_auto: --device auto computes the others."""
+    auto = ", or use device='auto', and it computes these layers" if or_auto else ""
+    return UnsupportedModelError(
+        f"{where}: no Vulkan kernel computes {what} yet; leave `device` out, and the CPU computes this model"
+        f"{auto}"
+    )

@@ -14,13 +14,13 @@ from itertools import count
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import N_CANDIDATES, PAGE_SIZE
+from hotset.backends.base import BLOCK_SIZE, N_CANDIDATES
 from hotset.backends.vulkan import candidates
 from hotset.backends.vulkan.adapters import DeviceAdapters
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT, VulkanInputs
 from hotset.backends.vulkan.kernels import Record, Recorder, VulkanKernels, by_values, stride_of
 from hotset.backends.vulkan.memory import BufferRange, aligned
-from hotset.backends.vulkan.plugin import CAPABILITIES
+from hotset.backends.vulkan.plugin import CAPABILITIES, refused
 from hotset.backends.vulkan.recurrent import scan, scratch_bytes, short_conv
 from hotset.backends.vulkan.shapes import TOKENS_OF_FEW
 from hotset.backends.vulkan.split import (
@@ -33,7 +33,6 @@ from hotset.backends.vulkan.split import (
     operations_before,
 )
 from hotset.backends.vulkan.weights import FLOATS, MatrixPart, VulkanMatrix, VulkanWeights
-from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import TensorInfo
 from hotset.load_parameters import KVType
 from hotset.model.graph import Graph
@@ -127,7 +126,7 @@ class VulkanParts:
     states: Mapping[int, BufferRange]
     kv_type: KVType
     max_batch: int
-    n_pages: int
+    n_kv_blocks: int
     shared: SharedLayers | None = None
 
 
@@ -170,7 +169,7 @@ class RecordedGraph:
         )
         self._adapters = adapters
         self._cache, self.states, self._kv_type = parts.cache, parts.states, parts.kv_type
-        self.max_batch, self._n_pages, self._shared = parts.max_batch, parts.n_pages, parts.shared
+        self.max_batch, self._n_kv_blocks, self._shared = parts.max_batch, parts.n_kv_blocks, parts.shared
         if parts.shared is not None:
             parts.shared.check_taps(graph.ffns, taps)
         steps, first_of_tail = steps_of(graph, taps, parts.shared)
@@ -179,7 +178,7 @@ class RecordedGraph:
         self._pieces: dict[int, BufferRange] = {}
         self._allocate(steps, first_of_tail, {value.id for value in self.tapped})
         self.body, self.tail = (
-            [(step.op.layer, self._lower(step)) for step in part if not isinstance(step.op, ON_HOST)]
+            [(step, self._lower(step)) for step in part if not isinstance(step.op, ON_HOST)]
             for part in (steps[:first_of_tail], steps[first_of_tail:])
         )
         self._recorded: dict[tuple[str, int], Recorder] = {}
@@ -200,11 +199,12 @@ class RecordedGraph:
             while len(self._recorded) >= _KEPT:
                 self._recorded.pop(next(iter(self._recorded)))
             recorder, before = Recorder(self._kernels), None
-            for layer, record in self.body if part == "body" else self.tail:
-                if n >= _CUT_FROM and before not in (None, layer):
+            for step, record in self.body if part == "body" else self.tail:
+                if n >= _CUT_FROM and before not in (None, step.op.layer):
                     recorder.program.cut()
-                before = layer
+                before, recorder.operation = step.op.layer, step.out.name
                 record(recorder, n)
+            recorder.operation = part
             if part != "body" and self.graph.result.id in self._of_tail:
                 self._hand_over(recorder, part, n)
             recorder.program.finish()
@@ -266,7 +266,7 @@ class RecordedGraph:
         logits = self._kernels.device.allocate(n_logits, "from_device")
         self._on_host = BufferRange(logits, 0, n_logits)
         self._pieces.setdefault(result.id, self._on_host)  # rows of a tail are copied there later
-        of_splits, of_operations = part_bytes(steps, self.max_batch, self._n_pages)
+        of_splits, of_operations = part_bytes(steps, self.max_batch, self._n_kv_blocks)
         of_candidates = candidates.scratch_bytes(result.width, n_rows) if result.id in self._of_tail else 0
         n_bytes = max(of_operations, of_candidates, *(self._bytes_of_low_rank(step.op) for step in steps))
         device = self._kernels.device
@@ -282,7 +282,7 @@ class RecordedGraph:
     @property
     def _n_splits(self) -> int:
         """Return the splits of the longest context."""
-        return n_splits(self._n_pages)
+        return n_splits(self._n_kv_blocks)
 
     def _piece(self, value: Value) -> BufferRange:
         return self._pieces[value.id] if value.id in self._pieces else self.inputs[value]
@@ -302,7 +302,7 @@ class RecordedGraph:
             assert self._shared is not None
             return self._shared.lower(step.op, self)
         if (what := missing_kernel(step.op)) is not None:
-            raise _refused(step.op, what)
+            raise refused(step.op.out.name, what)
         match step.op:
             case RMSNorm() | UnitNorm() | LayerNorm():
                 return self._norm(step.op)
@@ -361,7 +361,7 @@ class RecordedGraph:
             case Scale():
                 return self._scale(step.op)
             case _:
-                raise _refused(step.op, type(step.op).__name__)
+                raise refused(step.op.out.name, type(step.op).__name__)
 
     def _norm(self, op: RMSNorm | UnitNorm | LayerNorm) -> Record:
         weight = None if isinstance(op, UnitNorm) or op.weight is None else self.weights.vector(op.weight)
@@ -444,7 +444,7 @@ class RecordedGraph:
     def _linear(self, step: FusedStep) -> Record:
         op, out, residual, wanted = step.op, step.out, step.other, step.wanted
         assert isinstance(op, Linear)
-        first_row, bias = op.first_row, None if op.bias is None else self.weights.vector(op.bias)
+        first_row, bias = op.first_row, self.weights.bias(op.bias)
         if step.is_hot:
             rows = first_row + self._hot(op)
             matrix = self.weights.chosen(op.weight, op.x.width, rows)
@@ -515,28 +515,35 @@ class RecordedGraph:
             bindings += [codes if end is None else end for end in others]
             firsts = first_row + part.first, part.first
             push = n, part.n_rows, matrix.n_cols, flags, *strides, 1, 0, *firsts, *scores
+            what = bindings, push, part.nbytes
             if n <= few:
                 tokens = 1 if n == 1 else TOKENS_OF_FEW
-                self._few(to, matrix, part, tokens, -(-n // tokens), (bindings, push))
+                self._few(to, matrix, part, tokens, -(-n // tokens), what)
             else:
                 groups = -(-part.n_rows // _TILE), -(-n // _TILE), 1
                 if matrix.type in FLOATS:
-                    to.add("linear_many", [matrix.type, 1, 0, _is_whole(matrix)], bindings, push, groups)
+                    constants = [matrix.type, 1, 0, _is_whole(matrix)]
+                    to.add("linear_many", constants, bindings, push, groups, part.nbytes)
                 else:
-                    to.add("rounded_many", [matrix.type, 1, 0], bindings, push, groups)
+                    to.add("rounded_many", [matrix.type, 1, 0], bindings, push, groups, part.nbytes)
 
     def _few(
         self, to: Recorder, matrix: VulkanMatrix, part: MatrixPart, tokens: int, n: int,
-        what: tuple[list[_core.VulkanBinding], Sequence[float]], experts: int = 0,
+        what: tuple[list[_core.VulkanBinding], Sequence[float], int], experts: int = 0,
     ) -> None:  # fmt: skip
-        """Record a product for n groups of `tokens` rows. what: its bindings and its push constants."""
+        """Record a product for n groups of `tokens` rows.
+
+        what: its bindings, its push constants, and the bytes of its matrix.
+        """
+        bindings, push, n_bytes = what
         constants = [matrix.type, tokens, experts]
         if matrix.type in FLOATS:
             constants.append(_is_whole(matrix))
-            to.add("linear_few", constants, *what, (-(-part.n_rows // _TILE), n, 1))
+            to.add("linear_few", constants, bindings, push, (-(-part.n_rows // _TILE), n, 1), n_bytes)
             return
         shape = self._kernels.shapes.of(matrix.type).of(tokens, part.n_rows)
-        to.add("rounded_few", [*constants, *shape], *what, (-(-part.n_rows // shape.rows), n, 1))
+        groups = -(-part.n_rows // shape.rows), n, 1
+        to.add("rounded_few", [*constants, *shape], bindings, push, groups, n_bytes)
 
     def _low_rank(self, op: LowRank) -> Record:
         """Return the record of all adapters at `op`: for each, add (x · a) · scale of the token · b to y."""
@@ -586,7 +593,7 @@ class RecordedGraph:
             matrix = self.weights.chosen(op.weight, width, chosen)
         else:
             matrix = self.weights.rows(op.weight, width, 0, op.x.width * n_head)
-        part, bias = _only(op, matrix), None if bias_name is None else self.weights.vector(bias_name)
+        part, bias = _only(op, matrix), self.weights.bias(bias_name)
         flags = (_BIAS if bias else 0) | (_RESIDUAL if residual else 0)
         strides = [stride_of(value) if value else 0 for value in (op.x, out, residual)]
         push = op.x.width, width, flags, *strides, op.x.width, 0, 0
@@ -604,6 +611,7 @@ class RecordedGraph:
                 bindings,
                 push,
                 (-(-width // _TILE), n, n_head),
+                part.nbytes,
             )
 
         return record
@@ -612,7 +620,7 @@ class RecordedGraph:
         """Return the record of products of each token's neurons with its experts' rows, one per expert."""
         n_rows, width = op.x.width // op.n_used, op.out.width
         matrix = self.weights.experts(op.weights, op.n_expert, width, 0, n_rows)
-        part, bias = _only(op, matrix), None if op.bias is None else self.weights.vector(op.bias)
+        part, bias = _only(op, matrix), self.weights.bias(op.bias)
         push = (
             n_rows, width, _BIAS if bias else 0, stride_of(op.x), op.n_used * width, 0,
             -(-n_rows // _TILE) * _TILE, n_rows, stride_of(op.route),
@@ -667,7 +675,7 @@ class RecordedGraph:
             (matrix, bias), bias_rows, first_bias = cache.slots_of(op.layer, op.out), n_rows, 0
         else:
             matrix = self.weights.experts(op.weights, op.n_expert, n_cols, first_row, n_rows)
-            bias = None if op.bias is None else self.weights.vector(op.bias)
+            bias = self.weights.bias(op.bias)
             bias_rows, first_bias = 0 if bias is None else bias.size // 4 // op.n_expert, first_row
         width = op.n_used * n_rows
         stride = stride_of(op.out) if to_parts is None else width
@@ -686,14 +694,14 @@ class RecordedGraph:
                     n, part.n_rows, n_cols, _BIAS if bias else 0, x_stride, *strides, op.n_used, bias_rows,
                     first_bias + part.first, part.first, 0, 0.0,
                 )  # fmt: skip
-                self._few(to, matrix, part, 1, n * op.n_used, (bindings, push), 2 if of_parts else 1)
+                self._few(to, matrix, part, 1, n * op.n_used, (bindings, push, 0), 2 if of_parts else 1)
 
         return record
 
     def _route(self, op: Route) -> Record:
         n_expert = op.x.width
-        bias = None if op.bias is None else self.weights.vector(op.bias)
-        scales = None if op.scales is None else self.weights.vector(op.scales)
+        bias = self.weights.bias(op.bias)
+        scales = self.weights.bias(op.scales)
         flags = _SCORINGS[op.scoring] | 4 * op.normalised | (8 if bias else 0) | (16 if scales else 0)
         push = (
             n_expert, stride_of(op.x), stride_of(op.out), op.n_used, flags, op.n_groups, op.n_groups_used,
@@ -723,7 +731,7 @@ class RecordedGraph:
 
     def _attention(self, op: Attention) -> Record:
         cache, code = self._cache[op.cache_layer], KV_CODES[self._kv_type]
-        sinks = None if op.sinks is None else self.weights.vector(op.sinks)
+        sinks = self.weights.bias(op.sinks)
         slopes = None if op.slopes is None else self.weights.made(op.slopes, lambda: np.array(op.slopes))
         names = "positions", "tables"
         positions, tables = (self.inputs[name].bound() for name in names)
@@ -734,7 +742,7 @@ class RecordedGraph:
         constants = [code, op.head_dim, op.head_dim_v, sinks is not None]
         others = slopes is not None, op.softcap > 0
         push = (
-            op.n_head, op.n_head_kv, stride_of(op.q), stride_of(op.out), self._n_pages, self.max_batch,
+            op.n_head, op.n_head_kv, stride_of(op.q), stride_of(op.out), self._n_kv_blocks, self.max_batch,
             *visible, self._n_splits, op.scale, op.softcap,
         )  # fmt: skip
         stored = (
@@ -795,10 +803,9 @@ class RecordedGraph:
     def _scale(self, op: Scale) -> Record:
         if op.weight is None:
             return self._elementwise(op.out, op.x, op.x, _SCALE, numbers=(op.factor,))
-        weight = self.weights.vector(op.weight)
-        if op.first_weight:  # a binding begins at a multiple of ALIGNMENT
-            numbers = np.frombuffer(weight.read(), np.float32)[op.first_weight :][: op.x.width]
-            weight = self.weights.made((op.weight, op.first_weight, op.x.width), lambda: numbers)
+        # Numbers after the first are copied, since a binding begins at a multiple of ALIGNMENT.
+        own = (op.first_weight, op.x.width) if op.first_weight else ()
+        weight = self.weights.vector(op.weight, *own)
         return self._elementwise(op.out, op.x, weight.bound(), _WEIGHTED, numbers=(op.factor,))
 
     def _elementwise(
@@ -864,9 +871,9 @@ def steps_of(
     return steps, next(tail, len(steps))
 
 
-def n_splits(n_pages: int) -> int:
+def n_splits(n_kv_blocks: int) -> int:
     """Return the number of running softmaxes for the longest context."""
-    return -(-n_pages * PAGE_SIZE // SPLIT)
+    return -(-n_kv_blocks * BLOCK_SIZE // SPLIT)
 
 
 def places_of(
@@ -906,7 +913,7 @@ def places_of(
     return places, size
 
 
-def part_bytes(steps: list[FusedStep], max_batch: int, n_pages: int) -> tuple[int, int]:
+def part_bytes(steps: list[FusedStep], max_batch: int, n_kv_blocks: int) -> tuple[int, int]:
     """Return two byte counts of scratch memory.
 
     The first is for the partial results of the largest split attention; 0 if a context is one split. The
@@ -914,7 +921,7 @@ def part_bytes(steps: list[FusedStep], max_batch: int, n_pages: int) -> tuple[in
     """
     attention = [step.op for step in steps if isinstance(step.op, Attention)]
     largest = max((op.n_head * (op.head_dim_v + 2) for op in attention), default=0)
-    splits = n_splits(n_pages)
+    splits = n_splits(n_kv_blocks)
     of_splits = 4 * min(FEW, max_batch) * largest * splits if splits > 1 else 0
     experts = (step.op.n_used * step.out.width for step in steps if isinstance(step.op, ExpertSum))
     of_scans = (scratch_bytes(step.op, max_batch) for step in steps)
@@ -954,15 +961,8 @@ def _only(op: Primitive, matrix: VulkanMatrix) -> MatrixPart:
     Raises UnsupportedModelError if the device cannot bind the matrix as a whole.
     """
     if len(matrix.parts) > 1:
-        raise _refused(op, "a matrix by inputs that is more than the device binds at a time")
+        raise refused(op.out.name, "a matrix by inputs that is more than the device binds at a time")
     return matrix.parts[0]
-
-
-def _refused(op: Primitive, what: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{op.out.name}: no Vulkan kernel computes {what} yet; leave `device` out, and the CPU computes this "
-        "model"
-    )
 
 
 def _read(step: FusedStep) -> Iterator[Value]:

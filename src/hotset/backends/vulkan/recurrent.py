@@ -17,16 +17,8 @@ from hotset.backends.vulkan.inputs import VulkanInputs, tiles_of
 from hotset.backends.vulkan.kernels import Record, Recorder, by_values, stride_of
 from hotset.backends.vulkan.memory import BufferRange, aligned
 from hotset.backends.vulkan.weights import VulkanWeights
-from hotset.model.operations import (
-    SHIFT,
-    ChannelScan,
-    DeltaNet,
-    Recurrent,
-    SelectiveScan,
-    ShortConv,
-    Value,
-    Wkv,
-)
+from hotset.model import operations as ops
+from hotset.model.operations import SHIFT, Value
 
 _SELECTIVE, _DELTA, _WKV6, _WKV7, _CHANNELS = range(5)  # csrc/vulkan/shaders/scan.comp
 _UNIT_NORM, _DECAY = 0, 9  # norm.comp, elementwise.comp
@@ -85,19 +77,19 @@ class _Scan:
 
 def scratch_bytes(op: object, n: int) -> int:
     """Return the bytes for an operation's intermediate results with n tokens."""
-    if isinstance(op, DeltaNet):
+    if isinstance(op, ops.DeltaNet):
         return aligned(4 * n * _width_of_keys(op)) + 8 * n * op.alpha.width
-    return 8 * n * op.n_head if isinstance(op, SelectiveScan) else 0
+    return 8 * n * op.n_head if isinstance(op, ops.SelectiveScan) else 0
 
 
-def short_conv(lowered: Values, op: ShortConv) -> Record:
+def short_conv(lowered: Values, op: ops.ShortConv) -> Record:
     """Return the record of a convolution, which also stores its last inputs for the next step."""
     width, weights, inputs = op.x.width, lowered.weights, lowered.inputs
     if op.weight is None:
         weight = weights.made(("shift", width), lambda: np.tile(SHIFT, width))
     else:
         weight = weights.vector(op.weight)
-    bias = None if op.bias is None else weights.vector(op.bias)
+    bias = weights.bias(op.bias)
     state = lowered.states[op.out.id]
     push = width, stride_of(op.x), stride_of(op.out), op.kernel, lowered.max_batch, op.dilation
 
@@ -111,7 +103,7 @@ def short_conv(lowered: Values, op: ShortConv) -> Record:
     return record
 
 
-def scan(lowered: Values, op: DeltaNet | SelectiveScan | ChannelScan | Wkv) -> Record:
+def scan(lowered: Values, op: ops.DeltaNet | ops.SelectiveScan | ops.ChannelScan | ops.Wkv) -> Record:
     """Return the record of a scan over tokens, whose state is a matrix per head or numbers per channel."""
     prepared, operands = _operands(lowered, op)
     n_head, dim_k, dim_v = (1, *op.state_shape)[-3:]
@@ -134,7 +126,7 @@ def scan(lowered: Values, op: DeltaNet | SelectiveScan | ChannelScan | Wkv) -> R
     return record
 
 
-def _operands(lowered: Values, op: Recurrent) -> tuple[Record, _Scan]:
+def _operands(lowered: Values, op: ops.Recurrent) -> tuple[Record, _Scan]:
     """Return the record of the operands' preparation for all tokens at once, and the scan's operands."""
 
     def rows(value: Value, first: int = 0) -> _Rows:
@@ -145,30 +137,30 @@ def _operands(lowered: Values, op: Recurrent) -> tuple[Record, _Scan]:
         return _Rows(lambda _: piece.bound(), 0)
 
     match op:
-        case Wkv() if op.a is not None and op.b is not None:
+        case ops.Wkv() if op.a is not None and op.b is not None:
             r, k, v, w, a, b = map(rows, (op.r, op.k, op.v, op.w, op.a, op.b))
             return _nothing, _Scan(_WKV7, True, r, k, v, w, a, b)
-        case Wkv():
+        case ops.Wkv():
             r, k, v, w = map(rows, (op.r, op.k, op.v, op.w))
             return _nothing, _Scan(_WKV6, True, r, k, v, w, w, w)  # the last two are not read
-        case ChannelScan():
+        case ops.ChannelScan():
             return _nothing, _Scan(
                 _CHANNELS, False, rows(op.c), rows(op.b), rows(op.x), vector(op.rate), rows(op.dt),
                 vector(op.skip),
             )  # fmt: skip
-        case SelectiveScan():
+        case ops.SelectiveScan():
             record, decay = _decay(lowered, op, lowered.scratch.part(0, scratch_bytes(op, lowered.max_batch)))
             key = op.out.width
             return record, _Scan(
                 _SELECTIVE, False, rows(op.x, key + op.n_group * op.dim_k), rows(op.x, key), rows(op.x),
                 decay, rows(op.x), vector(op.skip), op.n_head // op.n_group,
             )  # fmt: skip
-        case DeltaNet():
+        case ops.DeltaNet():
             return _delta_net(lowered, op, rows)
     raise AssertionError(f"{op.out.name} is not a scan")
 
 
-def _delta_net(lowered: Values, op: DeltaNet, rows: Callable[..., _Rows]) -> tuple[Record, _Scan]:
+def _delta_net(lowered: Values, op: ops.DeltaNet, rows: Callable[..., _Rows]) -> tuple[Record, _Scan]:
     """Return the preparation and the operands of a delta net.
 
     Queries and keys pass a norm: x / sqrt(sum(x^2) + e) is 1 / sqrt(dim) times a unit norm.
@@ -196,12 +188,14 @@ def _delta_net(lowered: Values, op: DeltaNet, rows: Callable[..., _Rows]) -> tup
     )  # fmt: skip
 
 
-def _decay(lowered: Values, op: DeltaNet | SelectiveScan, to_piece: BufferRange) -> tuple[Record, _Rows]:
+def _decay(
+    lowered: Values, op: ops.DeltaNet | ops.SelectiveScan, to_piece: BufferRange
+) -> tuple[Record, _Rows]:
     """Return the record of the decay of each row of a state and of softplus(x + step), and its result.
 
     Each row of the result has both, one after the other.
     """
-    x = op.alpha if isinstance(op, DeltaNet) else op.dt
+    x = op.alpha if isinstance(op, ops.DeltaNet) else op.dt
     weights, n_rows = lowered.weights, x.width
 
     def both() -> np.ndarray:
@@ -219,7 +213,7 @@ def _decay(lowered: Values, op: DeltaNet | SelectiveScan, to_piece: BufferRange)
     return record, _Rows(lambda n: to_piece.bound(8 * n * n_rows), 2 * n_rows)
 
 
-def _width_of_keys(op: DeltaNet) -> int:
+def _width_of_keys(op: ops.DeltaNet) -> int:
     """Return the width of queries and keys together."""
     return 2 * op.n_head_k * op.dim_k
 

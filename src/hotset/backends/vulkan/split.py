@@ -34,7 +34,7 @@ from hotset.backends.vulkan.experts import VulkanExpertCache
 from hotset.backends.vulkan.kernels import Record, Recorder, by_values, stride_of
 from hotset.backends.vulkan.memory import BufferRange, aligned
 from hotset.backends.vulkan.recurrent import Values
-from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.errors import InvalidRequestError
 from hotset.model.graph import Graph
 from hotset.model.operations import ExpertLinear, ExpertSum, Ffn, Mask, Operation, Primitive, Value
 
@@ -146,9 +146,7 @@ class SharedLayers:
     """The layers of a stage whose neurons or experts are split, and the memory through which rows pass.
 
     hot: by layer, bool [n_ff], the device's neurons, at least one. experts: the device's experts of MoE
-    layers. worker: computes the rest. neurons: `hot` as numbers. nbytes: bytes of the exchange memory. The
-    constructor raises UnsupportedModelError if a layer cannot be split, and InvalidRequestError if a side has
-    no neuron.
+    layers. worker: computes the rest. neurons: `hot` as numbers. nbytes: bytes of the exchange memory.
     """
 
     def __init__(
@@ -159,18 +157,9 @@ class SharedLayers:
         experts: VulkanExpertCache | None,
         worker: CpuWorker,
     ) -> None:
-        self._ffns = split_ffns(graph)
-        for layer, mask in hot.items():
-            if layer not in self._ffns:
-                raise UnsupportedModelError(
-                    f"the neurons of layer {layer} cannot be split between a Vulkan device and the CPU: its "
-                    "FFN has no zeros, or its down projection no row per neuron"
-                )
-            if not mask.any() or layer not in worker.layers:
-                raise InvalidRequestError(f"both sides of the split layer {layer} have a neuron at least")
         self.neurons = {layer: np.flatnonzero(mask) for layer, mask in hot.items()}
         self.experts = experts
-        self._worker, ffns = worker, [self._ffns[layer] for layer in hot]
+        self._worker, ffns = worker, [ffn for layer, ffn in split_ffns(graph).items() if layer in hot]
         ffns += [] if experts is None else [ffn for ffn in moe_layers(graph).values() if ffn.layer in experts]
         of_rows, of_asked, of_answers = exchange_bytes(ffns, worker.max_batch)
         asked = device.allocate(of_rows + of_asked, "from_device")

@@ -7,6 +7,7 @@ writes the inputs of a batch (inputs.py), submits, and waits for logits.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,27 +21,28 @@ from hotset.backends.base import COUNTS, N_CANDIDATES, Batch, cache_slots
 from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.cpu.worker import CpuWorker, moe_layers
 from hotset.backends.device.stage import NOTHING_SHARED, CpuShare, DeviceStage
-from hotset.backends.embedding import lookup
 from hotset.backends.stage import WHOLE, BackendOptions, Rows, Span, on_host
+from hotset.backends.timings import DeviceTimes
 from hotset.backends.vulkan import pipelines
 from hotset.backends.vulkan.adapters import DeviceAdapters
 from hotset.backends.vulkan.budget import cache_sizes, state_bytes
 from hotset.backends.vulkan.devices import VulkanInfo
 from hotset.backends.vulkan.experts import VulkanExpertCache
 from hotset.backends.vulkan.inputs import OUTPUT_ROWS, InputShape, VulkanInputs
-from hotset.backends.vulkan.kernels import VulkanKernels
+from hotset.backends.vulkan.kernels import Recorder, VulkanKernels
 from hotset.backends.vulkan.memory import BufferArena, BufferRange
+from hotset.backends.vulkan.plugin import refused
 from hotset.backends.vulkan.program import KV_CODES, CacheOfLayer, RecordedGraph, VulkanParts
 from hotset.backends.vulkan.shapes import DeviceShapes, default_shapes
 from hotset.backends.vulkan.split import SharedLayers
+from hotset.backends.vulkan.timings import DispatchTimings
 from hotset.backends.vulkan.weights import VulkanWeights
 from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError, UnsupportedModelError
 from hotset.formats.source import WeightSource
 from hotset.model.cost import check_cache
 from hotset.model.graph import Graph
-from hotset.model.operations import PARTS, Attention, Embed, NgramEmbed, PositionGain, Value
+from hotset.model.operations import PARTS, Attention, NgramEmbed, PositionGain, Value
 from hotset.model.rope import position_gain
-from hotset.offload.cache_stats import CacheStats
 from hotset.units import human_size
 
 _PLAIN = frozenset[str](), False  # the program without taps and adapters
@@ -106,27 +108,23 @@ class VulkanStage(DeviceStage):
         worker: CpuWorker | None = None,
         loaded: Loaded = NOTHING_LOADED,
     ) -> None:
-        super().__init__(graph, options, span)
-        self.has_output, self.kv_type = span.ends(graph), options.kv_type
+        super().__init__(weights, graph, options, span)
+        self.kv_type = options.kv_type
         if self.kv_type not in KV_CODES:
-            raise UnsupportedModelError(
-                f"a {self.kv_type} cache has no Vulkan kernels; use f16 or q8_0, or leave `device` out, and "
-                "the CPU computes"
-            )
-        self.weights, self.opened, self.info = weights, opened, opened.info
+            raise refused("KV cache", f"the type {self.kv_type}")
+        self.opened, self.info = opened, opened.info
         self.name = self.info.name
         self._device, self._kernels = opened.device, opened.kernels
         self.matrices: VulkanWeights = VulkanWeights(weights, self._device, loaded.weights)
         self._kv = BufferArena(self._device)
         self._cancel = _core.VulkanCancel()
-        self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
         self._gains = [op for op in self.graph.ops if isinstance(op, PositionGain)]
         self._ngrams: dict[Value, CpuBackend] = {}
         self.n_states = self._most_states(options.n_states) if graph.recurrent else 0
         self._inputs = VulkanInputs(
             self._device,
             InputShape.of(
-                self.graph, self.entering, max_batch=self.max_batch, n_pages=self.n_pages,
+                self.graph, self.entering, max_batch=self.max_batch, n_blocks=self.n_blocks,
                 n_states=self.n_states,
             ),
         )  # fmt: skip
@@ -145,7 +143,7 @@ class VulkanStage(DeviceStage):
             self._shared = SharedLayers(self._device, self.graph, share.hot, self.experts, worker)
         self._parts = VulkanParts(
             self.matrices, self._kernels, self._inputs, self.cache, self._states, self.kv_type,
-            self.max_batch, self.n_pages, self._shared,
+            self.max_batch, self.n_blocks, self._shared,
         )  # fmt: skip
         self._lowered: dict[tuple[frozenset[str], bool], RecordedGraph] = {}  # taps, with adapters
         self._adapters = AdapterSet(self.graph, weights.tensors)
@@ -164,8 +162,8 @@ class VulkanStage(DeviceStage):
             return None
         # A software driver would compete with the thread for the CPU. Without the thread, experts arrive
         # before the next step.
-        beside = not self.info.is_software
-        return VulkanExpertCache(self.weights, self._device, ffns, n_slots, beside=beside)
+        in_thread = not self.info.is_software
+        return VulkanExpertCache(self.weights, self._device, ffns, n_slots, in_thread=in_thread)
 
     def _allocate_caches(self) -> None:
         """Allocate keys and values for layers that have none yet, and states."""
@@ -179,7 +177,7 @@ class VulkanStage(DeviceStage):
             for op in self.graph.recurrent
             if not isinstance(op, NgramEmbed)
         }
-        self.page_nbytes = sum(part.size for part in self._page_parts()) // self.n_pages
+        self.block_nbytes = sum(part.size for part in self._block_parts()) // self.n_blocks
         of_device = sum(part.size for part in self._states.values()) // max(self.n_states, 1)
         self.state_nbytes = of_device + sum(backend.state_nbytes for backend in self._ngrams.values())
 
@@ -227,18 +225,14 @@ class VulkanStage(DeviceStage):
             return self._checked_run(batch, x)
 
     def _checked_run(self, batch: Batch, x: Rows | None) -> np.ndarray:
-        n = len(batch.tokens)
         scales = self._adapters.scales(batch)
         lowered = self._program(frozenset(batch.taps), with_adapters=scales is not None)
-        rows: dict[Value, np.ndarray] = {op.out: lookup(self.weights, op, batch) for op in self._embeds}
+        rows = {value: on_host(entering) for value, entering in self.entering_rows(batch, x).items()}
         plain = replace(batch, taps=(), adapter_scales=None)
         rows |= {value: backend.run(plain) for value, backend in self._ngrams.items()}
         rows |= {op.out: position_gain(op, batch.positions) for op in self._gains}
-        self.check_rows(x, n)
-        if self.entering is not None and x is not None:
-            rows[self.entering] = on_host(x)
         # Without n_vocab: the chain has checked the tokens.
-        slots = cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=None)
+        slots = cache_slots(batch, max_batch=self.max_batch, n_blocks=self.n_blocks, n_vocab=None)
         self._cancel.requested = False
         if self.experts is not None:
             self.experts.begin_step()
@@ -258,6 +252,23 @@ class VulkanStage(DeviceStage):
     def take_shapes(self, shapes: DeviceShapes) -> None:
         """Discard all recordings; later ones use workgroups of these shapes."""
         self._kernels.shapes = shapes
+        self._record_anew()
+
+    def start_timing(self) -> bool:
+        """Time the operations of all stages on the device, as Timed.start_timing."""
+        self._kernels.timings = DispatchTimings(self._device)
+        for stage in self.opened.stages:
+            stage._record_anew()  # noqa: SLF001
+        return True
+
+    def end_timing(self) -> list[DeviceTimes]:
+        """Return the times, as Timed.end_timing; none if another stage of the device has returned them."""
+        timings, self._kernels.timings = self._kernels.timings, None
+        for stage in self.opened.stages:
+            stage._record_anew()  # noqa: SLF001
+        return [] if timings is None else timings.taken()
+
+    def _record_anew(self) -> None:
         for lowered in self._lowered.values():
             lowered.record_anew()
 
@@ -272,10 +283,14 @@ class VulkanStage(DeviceStage):
                     raise DeviceError(f"the hybrid step was given up: {worker.given_up()}") from None
                 raise
 
-    def _submit(self, programs: list[_core.VulkanProgram], n: int) -> None:
+    def _submit(self, recorded: list[Recorder], n: int) -> None:
         """Run the programs of a step of n tokens, and wait for them."""
         exchange = None if self._shared is None else self._shared.exchange
-        _core.vulkan_run(programs, self._cancel, exchange, n)
+        began = time.perf_counter()
+        _core.vulkan_run([one.program for one in recorded], self._cancel, exchange, n)
+        if self._kernels.timings is not None:
+            taken = time.perf_counter() - began
+            self._kernels.timings.add(((one.program, one.dispatches) for one in recorded), n, taken)
 
     def _run(self, lowered: RecordedGraph, batch: Batch, rows: Mapping[Value, np.ndarray]) -> np.ndarray:
         """Run a step and return logits or the residual stream.
@@ -283,7 +298,7 @@ class VulkanStage(DeviceStage):
         rows: values that the host computed, and the entering value.
         """
         n, result = len(batch.tokens), self.graph.result
-        body = lowered.recorded("body", n).program
+        body = lowered.recorded("body", n)
         tail = "candidates" if batch.wants_candidates and lowered.has_candidates else "logits"
         taps = [value for value in lowered.tapped if lowered.is_of_tail(value)]
         found: dict[str, list[np.ndarray]] = {value.name: [] for value in taps}
@@ -300,7 +315,7 @@ class VulkanStage(DeviceStage):
                 self._inputs.choose(chosen)
                 if lowered.has_adapters and self._on_device is not None:
                     self._on_device.choose(chosen)
-                self._submit([*before, lowered.recorded(tail, len(chosen)).program], n)
+                self._submit([*before, lowered.recorded(tail, len(chosen))], n)
                 if tokens is None:
                     logits[part] = lowered.rows(result, len(chosen))
                 else:
@@ -350,7 +365,7 @@ class VulkanStage(DeviceStage):
 
     # ---- copies of KV blocks and states ----
 
-    def _page_parts(self) -> list[BufferRange]:
+    def _block_parts(self) -> list[BufferRange]:
         """Return the keys, values and scales of all layers, each range once."""
         caches = {id(cache): cache for cache in self.cache.values()}.values()
         parts = [(cache.keys, cache.values, cache.key_scales, cache.value_scales) for cache in caches]
@@ -372,13 +387,13 @@ class VulkanStage(DeviceStage):
             at += size
         return at
 
-    def read_page(self, page: int) -> bytes:
-        """Read a KV block, as CacheMemory.read_page."""
-        return b"".join(self._read(part, page, self.n_pages) for part in self._page_parts())
+    def read_block(self, block: int) -> bytes:
+        """Read a KV block, as CacheMemory.read_block."""
+        return b"".join(self._read(part, block, self.n_blocks) for part in self._block_parts())
 
-    def write_page(self, page: int, data: bytes) -> None:
-        """Write a KV block, as CacheMemory.write_page."""
-        self._write(self._page_parts(), page, self.n_pages, data)
+    def write_block(self, block: int, data: bytes) -> None:
+        """Write a KV block, as CacheMemory.write_block."""
+        self._write(self._block_parts(), block, self.n_blocks, data)
 
     def read_state(self, slot: int) -> bytes:
         """Read a state, as CacheMemory.read_state."""
@@ -402,15 +417,10 @@ class VulkanStage(DeviceStage):
         """Return zeros, as Stage.seconds: layers are not timed."""
         return np.zeros((self.n_layer, len(PARTS)))
 
-    def expert_counts(self) -> CacheStats:
-        """Return the counts of the layers with an expert cache, as Stage.expert_counts."""
-        return CacheStats() if self.experts is None else self.experts.stats
-
     def cancel(self) -> None:
         """End the step in flight after the submitted work, at most two layers of a prompt."""
         self._cancel.requested = True
-        if self.worker is not None:
-            self.worker.cancel("it was cancelled")
+        super().cancel()
 
     def close(self) -> None:
         """Free the memory of the device. Safe to call twice."""
@@ -419,11 +429,8 @@ class VulkanStage(DeviceStage):
             self.opened.stages.remove(self)
         for backend in self._ngrams.values():
             backend.close()
-        if self.worker is not None:
-            self.worker.close()
-        if self.experts is not None:
-            self.experts.close()
-            self.experts = None
+        super().close()
+        self.experts = None
         self._closed = True
         self._cancel.requested = True
         self.tapped = {}
@@ -470,7 +477,7 @@ class VulkanStage(DeviceStage):
         Raises UnsupportedModelError if the device cannot bind them at a time.
         """
         check_cache(op, self.kv_type)
-        sizes = cache_sizes(op, self.kv_type, self.n_pages)
+        sizes = cache_sizes(op, self.kv_type, self.n_blocks)
         if max(sizes) > self._device.max_range:
             raise UnsupportedModelError(
                 f"the keys or values of a layer take {max(sizes) >> 20} MiB, and the device binds "

@@ -5,19 +5,20 @@ csrc/device_tiles.h defines the layout. The weights are bitwise identical to the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hotset import _core
 from hotset.backends.cpu.lowering import PLANES
+from hotset.backends.device.weights import KeptWeights
 from hotset.backends.vulkan.memory import BufferArena, BufferRange
-from hotset.backends.vulkan.plugin import CAPABILITIES
+from hotset.backends.vulkan.plugin import CAPABILITIES, refused
 from hotset.cores import usable_cores
 from hotset.errors import UnsupportedModelError
 from hotset.formats.lora import FloatMatrix
-from hotset.formats.quants import GGMLType, dequantize, row_bytes
+from hotset.formats.quants import GGMLType, row_bytes
 from hotset.formats.source import WeightSource
 
 TILE = 32  # rows
@@ -40,6 +41,10 @@ class MatrixPart:
     first: int
     n_rows: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.codes.size + (0 if self.more is None else self.more.size)
+
 
 @dataclass(frozen=True)
 class VulkanMatrix:
@@ -51,118 +56,85 @@ class VulkanMatrix:
     parts: tuple[MatrixPart, ...]
 
 
-class VulkanWeights:
-    """Tensors on a device, each part loaded once at its first request.
+class VulkanWeights(KeptWeights[BufferRange]):
+    """The weights of a stage on a device.
 
-    beside: weights of the same model on the device; tensors that it holds are not loaded again.
+    loaded: weights of the same model on the device; tensors that it holds are not loaded again.
     """
 
     def __init__(
-        self, source: WeightSource, device: _core.VulkanDevice, beside: VulkanWeights | None = None
+        self, source: WeightSource, device: _core.VulkanDevice, loaded: VulkanWeights | None = None
     ) -> None:
-        self._source, self._max_range = source, int(device.max_range)
+        super().__init__(source, None if loaded is None else loaded.kept)
+        self._max_range = int(device.max_range)
         self.tensors = source.tensors
         self.arena = BufferArena(device)
-        self.matrices: dict[tuple[object, ...], VulkanMatrix] = {}
-        self.vectors: dict[str, BufferRange] = {}
-        if beside is not None:
-            self.matrices |= beside.matrices
-            self.vectors |= beside.vectors
-        self._made: dict[object, BufferRange] = {}
         self._n_threads = min(usable_cores(), _MOST_THREADS)
+
+    def upload(self, values: np.ndarray) -> BufferRange:
+        """Copy numbers to the device, as float32."""
+        piece = self.arena.piece(4 * len(values))
+        piece.buffer.write(piece.offset, np.ascontiguousarray(values, np.float32).view(np.uint8))
+        return piece
 
     def rows(self, name: str, n_cols: int, first: int, n_rows: int) -> VulkanMatrix:
         """Return rows of a matrix. Raises UnsupportedModelError if no kernel decodes its type."""
-        key = name, first, n_rows
-        if key not in self.matrices:
-            type_ = self._type_of(name)
-            data = self._source.data(name).reshape(1, -1, row_bytes(type_, n_cols))
-            self.matrices[key] = self._upload([data], type_, n_cols, np.arange(first, first + n_rows))
-        return self.matrices[key]
+        return self.experts([name], 1, n_cols, first, n_rows)
 
     def chosen(self, name: str, n_cols: int, rows: np.ndarray) -> VulkanMatrix:
         """Return some rows of a matrix, in this order.
 
         A matrix and a first row must always have the same rows.
         """
-        key = name, "chosen", int(rows[0])
-        if key not in self.matrices:
-            type_ = self._type_of(name)
-            data = self._source.data(name).reshape(1, -1, row_bytes(type_, n_cols))
-            self.matrices[key] = self._upload([data], type_, n_cols, rows)
-        return self.matrices[key]
-
-    def planes(self, name: str, scales: str, n_cols: int, rows: np.ndarray | None = None) -> VulkanMatrix:
-        """Return a neuron-major matrix that is stored as planes, or some of its rows, with all scales."""
-        if (name,) not in self.matrices:
-            codes = self._source.data(name).view(np.uint8).reshape(1, -1, self._source.tensors[name].shape[0])
-            own = self._source.data(scales).view(np.uint8)
-            type_ = _T.Q8_0 if codes.shape[2] == n_cols else _T.Q4_0
-            rows = np.arange(codes.shape[1]) if rows is None else rows
-            n_rows = -(-len(rows) // TILE) * TILE
-            sizes = n_rows * codes.shape[2], own.nbytes
-            if max(sizes) > self._max_range:
-                raise UnsupportedModelError(
-                    f"{name} is more than the device binds at a time; use sparsity='dense'"
-                )
-            of_codes, of_scales = map(self.arena.piece, sizes)
-            part = MatrixPart(of_codes, of_scales, 0, n_rows)
-            self._write(part, PLANES[n_cols // codes.shape[2]], n_cols, [codes], rows)
-            # The file already stores the 32 scales of a tile and a block contiguously.
-            write_all([(of_scales, 0, own)])
-            self.matrices[name,] = VulkanMatrix(type_ + _PLANES, n_rows, n_cols, (part,))
-        return self.matrices[name,]
-
-    def given(self, key: tuple[object, ...], matrix: FloatMatrix, first: int, n_rows: int) -> VulkanMatrix:
-        """Return rows of a matrix that is not in the model's files."""
-        if key not in self.matrices:
-            data = matrix.data.reshape(1, matrix.shape[0], -1)
-            rows = np.arange(first, first + n_rows)
-            self.matrices[key] = self._upload([data], matrix.type, matrix.shape[1], rows)
-        return self.matrices[key]
+        return self.once((name, "chosen", int(rows[0])), lambda: self._load([name], 1, n_cols, rows))
 
     def experts(
         self, names: Sequence[str], n_expert: int, n_cols: int, first: int, n_rows: int
     ) -> VulkanMatrix:
         """Return rows of each expert's matrix, from one tensor with all experts or one tensor per expert."""
-        key = *names, first, n_rows
-        if key not in self.matrices:
-            type_ = self._type_of(names[0])
-            of_each = n_expert // len(names)
-            data = [self._source.data(name).reshape(of_each, -1, row_bytes(type_, n_cols)) for name in names]
-            self.matrices[key] = self._upload(data, type_, n_cols, np.arange(first, first + n_rows))
-        return self.matrices[key]
+        rows = np.arange(first, first + n_rows)
+        return self.once((*names, first, n_rows), lambda: self._load(names, n_expert, n_cols, rows))
 
-    def vector(self, name: str) -> BufferRange:
-        """Return all numbers of a tensor, as float32."""
-        if name not in self.vectors:
-            info = self._source.tensors[name]
-            values = dequantize(self._source.data(name), info.type, info.shape).reshape(-1)
-            self.vectors[name] = self._numbers(values)
-        return self.vectors[name]
+    def _load(self, names: Sequence[str], n_expert: int, n_cols: int, rows: np.ndarray) -> VulkanMatrix:
+        type_, of_each = self._type_of(names[0]), n_expert // len(names)
+        data = [self.source.data(name).reshape(of_each, -1, row_bytes(type_, n_cols)) for name in names]
+        return self._upload(data, type_, n_cols, rows)
 
-    def made(self, key: object, make: Callable[[], np.ndarray]) -> BufferRange:
-        """Return float32 numbers that no file has in this form, made at the first request."""
-        if key not in self._made:
-            self._made[key] = self._numbers(make())
-        return self._made[key]
+    def planes(self, name: str, scales: str, n_cols: int, rows: np.ndarray | None = None) -> VulkanMatrix:
+        """Return a neuron-major matrix that is stored as planes, or some of its rows, with all scales."""
+        return self.once((name,), lambda: self._load_planes(name, scales, n_cols, rows))
+
+    def _load_planes(self, name: str, scales: str, n_cols: int, rows: np.ndarray | None) -> VulkanMatrix:
+        codes = self.source.data(name).view(np.uint8).reshape(1, -1, self.tensors[name].shape[0])
+        own = self.source.data(scales).view(np.uint8)
+        type_ = _T.Q8_0 if codes.shape[2] == n_cols else _T.Q4_0
+        rows = np.arange(codes.shape[1]) if rows is None else rows
+        n_rows = -(-len(rows) // TILE) * TILE
+        sizes = n_rows * codes.shape[2], own.nbytes
+        if max(sizes) > self._max_range:
+            raise UnsupportedModelError(
+                f"{name} is more than the device binds at a time; use sparsity='dense'"
+            )
+        of_codes, of_scales = map(self.arena.piece, sizes)
+        part = MatrixPart(of_codes, of_scales, 0, n_rows)
+        self._write(part, PLANES[n_cols // codes.shape[2]], n_cols, [codes], rows)
+        # The file already stores the 32 scales of a tile and a block contiguously.
+        write_all([(of_scales, 0, own)])
+        return VulkanMatrix(type_ + _PLANES, n_rows, n_cols, (part,))
+
+    def given(self, key: tuple[object, ...], matrix: FloatMatrix, first: int, n_rows: int) -> VulkanMatrix:
+        """Return rows of a matrix that is not in the model's files."""
+        data, rows = matrix.data.reshape(1, matrix.shape[0], -1), np.arange(first, first + n_rows)
+        return self.once(key, lambda: self._upload([data], matrix.type, matrix.shape[1], rows))
 
     def numbers_of(self, vector: BufferRange, key: object, chosen: np.ndarray) -> BufferRange:
         """Return some numbers of a vector, in this order."""
         return self.made(key, lambda: np.frombuffer(vector.read(), np.float32)[chosen])
 
-    def _numbers(self, values: np.ndarray) -> BufferRange:
-        piece = self.arena.piece(4 * len(values))
-        piece.buffer.write(piece.offset, np.ascontiguousarray(values, np.float32).view(np.uint8))
-        return piece
-
     def _type_of(self, name: str) -> GGMLType:
-        type_ = self._source.tensors[name].type
+        type_ = self.source.tensors[name].type
         if type_ not in COMPUTED:
-            raise UnsupportedModelError(
-                f"{name}: no Vulkan kernel decodes the type {type_.name} yet; leave `device` out, and the "
-                "CPU computes this model, or take a file of another type"
-            )
+            raise refused(name, f"the type {type_.name}")
         return type_
 
     def _upload(

@@ -5,8 +5,8 @@ import { notice } from "./notices.js";
 import { textOfPdf } from "./pdf.js";
 import { count, counted, size } from "./units.js";
 
-const MOST_BYTES = 1_000_000; // of a file: about the largest text whose tokens the server counts
-const MOST_PDF_BYTES = 20_000_000;
+const MOST_BYTES = 1 << 20; // of a file: about the largest text whose tokens the server counts
+const MOST_PDF_BYTES = 20 << 20;
 const MOST_FILES = 16;
 const LONGEST_NAME = 120;
 
