@@ -342,36 +342,103 @@ inline void float_tile(const Matrix& w, int64_t row, const Inputs& x, int token,
         for (int r = 0; r < R; r++) out[t * ld + r] = sum(acc[r][t]);
 }
 
-template <class W, int R>
+// Multiply R rows by tiles of T tokens, then the rest by a smaller tile.
+template <class W, int R, int T>
 inline void float_rows(const Matrix& w, int64_t row, const Inputs& x, int t0, int t1, float* out,
                        int64_t ld) {
-    int t = t0;
-    for (; t + 6 <= t1; t += 6) float_tile<W, R, 6>(w, row, x, t, out + (t - t0) * ld, ld);
-    switch (t1 - t) {
-        case 5:
-            float_tile<W, R, 5>(w, row, x, t, out + (t - t0) * ld, ld);
-            break;
-        case 4:
-            float_tile<W, R, 4>(w, row, x, t, out + (t - t0) * ld, ld);
-            break;
-        case 3:
-            float_tile<W, R, 3>(w, row, x, t, out + (t - t0) * ld, ld);
-            break;
-        case 2:
-            float_tile<W, R, 2>(w, row, x, t, out + (t - t0) * ld, ld);
-            break;
-        case 1:
-            float_tile<W, R, 1>(w, row, x, t, out + (t - t0) * ld, ld);
-            break;
-    }
+    for (; t0 + T <= t1; t0 += T, out += T * ld) float_tile<W, R, T>(w, row, x, t0, out, ld);
+    if constexpr (T > 1) float_rows<W, R, T - 1>(w, row, x, t0, t1, out, ld);
 }
 
-template <class W>
+// Multiplies four rows of float32 by T tokens. `acc` has the lanes of each row's sums.
+struct WholeTile {
+    static constexpr int kTokens = 6;
+    static constexpr int kDecodeFrom = 32;  // tokens from which decoding the rows first is faster
+
+    // Add `count` columns, a multiple of 16. x: of the first token; k: between tokens. first: acc is empty.
+    template <int T>
+    static void add(const float* rows, int64_t stride, const float* x, int64_t k, int64_t count, bool first,
+                    V (*acc)[kTokens]) {
+        V total[4][T];
+        for (int r = 0; r < 4; r++)
+            for (int t = 0; t < T; t++) total[r][t] = first ? V::zero() : acc[r][t];
+        for (int64_t i = 0; i < count; i += 16) {
+            V weights[4];
+            for (int r = 0; r < 4; r++) weights[r] = V::load(rows + r * stride + i);
+            for (int t = 0; t < T; t++) {
+                const V input = V::load(x + t * k + i);
+                for (int r = 0; r < 4; r++) total[r][t] = fma(weights[r], input, total[r][t]);
+            }
+        }
+        for (int r = 0; r < 4; r++)
+            for (int t = 0; t < T; t++) acc[r][t] = total[r][t];
+    }
+};
+
+// Call Tile::add for n tokens.
+template <class Tile, int T = Tile::kTokens, class... Args>
+inline void add_tokens(int n, Args... args) {
+    if (n == T) return Tile::template add<T>(args...);
+    if constexpr (T > 1) add_tokens<Tile, T - 1>(n, args...);
+}
+
+// For several tokens, rows are decoded once to float32, padded with zeros to whole vectors. They are
+// multiplied by tokens that stay in the second-level cache, a span of columns at a time, whose inputs stay in
+// the first-level cache.
+template <class W, class Tile>
 void float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
-                  int64_t ld, uint8_t*) {
-    int64_t r = row0;
-    for (; r + 4 <= row1; r += 4) float_rows<W, 4>(w, r, x, t0, t1, out + (r - row0), ld);
-    for (; r < row1; r++) float_rows<W, 1>(w, r, x, t0, t1, out + (r - row0), ld);
+                  int64_t ld, uint8_t* scratch) {
+    if (t1 - t0 < Tile::kDecodeFrom) {
+        int64_t r = row0;
+        for (; r + 4 <= row1; r += 4) float_rows<W, 4, Tile::kTokens>(w, r, x, t0, t1, out + (r - row0), ld);
+        for (; r < row1; r++) float_rows<W, 1, Tile::kTokens>(w, r, x, t0, t1, out + (r - row0), ld);
+        return;
+    }
+    constexpr int64_t kTokenBytes = 256 * 1024, kRowBytes = 24 * 1024, kSpan = 512;
+    constexpr int kMostRows = 16, kTokens = Tile::kTokens;
+    const int64_t k = x.k, whole = k / 16 * 16;
+    const int64_t group = imax(imin(kRowBytes / (4 * k), kMostRows) / 4 * 4, 4);
+    const int64_t stride = whole + 32;  // if it were a power of two, rows would share lines of the cache
+    const int64_t tokens = imax(kTokenBytes / (4 * k) / kTokens, 1) * kTokens;
+    float* const decoded = reinterpret_cast<float*>(scratch);
+    for (int64_t first = t0; first < t1; first += tokens)
+        for (int64_t row = row0; row < row1; row += group) {
+            const int n_rows = imin(row1 - row, group), all = (n_rows + 3) / 4 * 4;
+            for (int r = 0; r < all; r++) {
+                const uint8_t* from = w.row(row + imin(r, n_rows - 1));
+                float* to = decoded + r * stride;
+                for (int64_t i = 0; i < whole; i += 16) W::load(from + i * W::kBytes).store(to + i);
+                if (whole == k) continue;
+                uint8_t rest[64] = {};
+                memcpy(rest, from + whole * W::kBytes, size_t(k - whole) * W::kBytes);
+                W::load(rest).store(to + whole);
+            }
+            for (int64_t t = first; t < imin(first + tokens, t1); t += kTokens) {
+                const int n = imin(imin(first + tokens, t1) - t, kTokens);
+                V acc[kMostRows][kTokens];
+                auto add = [&](int64_t i, const float* inputs, int64_t between, int64_t count) {
+                    for (int r = 0; r < all; r += 4)
+                        add_tokens<Tile>(n, decoded + r * stride + i, stride, inputs, between, count, i == 0,
+                                         acc + r);
+                };
+                for (int64_t i = 0; i < whole; i += kSpan) add(i, x.x + t * k + i, k, imin(whole - i, kSpan));
+                if (whole < k) {
+                    float rest[kTokens][16] = {};
+                    for (int j = 0; j < n; j++)
+                        memcpy(rest[j], x.x + (t + j) * k + whole, size_t(k - whole) * sizeof(float));
+                    add(whole, rest[0], 16, 16);
+                }
+                for (int j = 0; j < n; j++) {
+                    float* to = out + (t + j - t0) * ld + (row - row0);
+                    for (int r = 0; r < all; r += 4) {
+                        const V four[4] = {acc[r][j], acc[r + 1][j], acc[r + 2][j], acc[r + 3][j]};
+                        float dots[4];
+                        sums(four, dots);
+                        memcpy(to + r, dots, size_t(imin(n_rows - r, 4)) * sizeof(float));
+                    }
+                }
+            }
+        }
 }
 
 // ---- Attention over KV blocks
@@ -933,9 +1000,9 @@ inline Kernels float_kernel_table(const char* isa) {
     table.interleaved = kInterleaved;
     table.ahead = kAhead;
     table.ahead_alone = kAheadAlone;
-    table.linear[int(Type::F32)] = float_linear<F32Weights>;
-    table.linear[int(Type::F16)] = float_linear<F16Weights>;
-    table.linear[int(Type::BF16)] = float_linear<BF16Weights>;
+    table.linear[int(Type::F32)] = float_linear<F32Weights, WholeTile>;
+    table.linear[int(Type::F16)] = float_linear<F16Weights, WholeTile>;
+    table.linear[int(Type::BF16)] = float_linear<BF16Weights, WholeTile>;
     table.quantize = quantize;
     table.rms_norm = rms_norm;
     table.layer_norm = layer_norm;

@@ -1065,22 +1065,6 @@ inline float one_row(const Matrix&, const uint8_t* row, const Inputs& x, int tok
     });
 }
 
-// sum() of four vectors.
-inline void sums(const V v[4], float out[4]) {
-    auto four_apart = [&](int i) {
-        const __m256 a = _mm256_add_ps(v[i].lo, v[i].hi), b = _mm256_add_ps(v[i + 1].lo, v[i + 1].hi);
-        return _mm256_castps_pd(
-            _mm256_add_ps(_mm256_blend_ps(a, b, 0xf0), _mm256_permute2f128_ps(a, b, 0x21)));
-    };
-    const __m256d ab = four_apart(0), cd = four_apart(2);
-    const __m256 two_apart =
-        _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd)),
-                      _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd)));  // a a c c | b b d d
-    const __m256 all = _mm256_add_ps(two_apart, _mm256_movehdup_ps(two_apart));
-    const __m256i order = _mm256_setr_epi32(0, 4, 2, 6, 0, 0, 0, 0);
-    _mm_storeu_ps(out, _mm256_castps256_ps128(_mm256_permutevar8x32_ps(all, order)));
-}
-
 // Multiply rows one after another. One call per row would take a fifth of the time of short rows.
 template <class Format, bool kOnce>
 void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int token, float* out) {
@@ -1532,71 +1516,37 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
 
 // ---- Float weights, many tokens
 
-// Add lanes 8h..8h + 7 of `count` columns (a multiple of 16). Half the lanes at a time, twelve accumulators
-// and four weights fill the sixteen registers; whole lanes would spill.
-template <class W, int h, int R, int T>
-inline void add_columns(const uint8_t* w, size_t row_bytes, const float* x, int64_t stride, int64_t count,
-                        __m256 (*acc)[T]) {
-    __m256 total[R][T];
-    for (int r = 0; r < R; r++)
-        for (int t = 0; t < T; t++) total[r][t] = acc[r][t];
-    for (int64_t i = 0; i < count; i += 16) {
-        __m256 weights[R];
-        for (int r = 0; r < R; r++) {
-            const V lanes = W::load(w + r * row_bytes + i * W::kBytes);
-            weights[r] = h ? lanes.hi : lanes.lo;
-        }
-        for (int t = 0; t < T; t++) {
-            const __m256 input = _mm256_loadu_ps(x + t * stride + i + 8 * h);
-            for (int r = 0; r < R; r++) total[r][t] = _mm256_fmadd_ps(weights[r], input, total[r][t]);
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int t = 0; t < T; t++) acc[r][t] = total[r][t];
-}
+// WholeTile with half the lanes at a time: twelve accumulators, three inputs and a weight fill the sixteen
+// registers. Whole lanes would spill.
+struct HalvedTile {
+    static constexpr int kTokens = 3;
+    static constexpr int kDecodeFrom = 3;
 
-template <class W, int R, int T>
-inline void halved_float_tile(const Matrix& w, int64_t row, const Inputs& x, int token, float* out,
-                              int64_t ld) {
-    constexpr int64_t kSpan = 512;  // columns that stay in the first-level cache between the halves
-    __m256 acc[2][R][T] = {};
-    auto add = [&](const uint8_t* rows, size_t row_bytes, const float* xs, int64_t stride, int64_t count) {
-        add_columns<W, 0, R, T>(rows, row_bytes, xs, stride, count, acc[0]);
-        add_columns<W, 1, R, T>(rows, row_bytes, xs, stride, count, acc[1]);
-    };
-    const uint8_t* rows = w.row(row);
-    const float* xs = x.x + token * x.k;
-    const int64_t whole = x.k / 16 * 16;
-    for (int64_t i = 0; i < whole; i += kSpan)
-        add(rows + i * W::kBytes, w.row_bytes, xs + i, x.k, imin(whole - i, kSpan));
-    if (const size_t rest = size_t(x.k - whole)) {
-        uint8_t last_weights[R][64] = {};
-        float last_inputs[T][16] = {};
-        for (int r = 0; r < R; r++)
-            memcpy(last_weights[r], rows + r * w.row_bytes + whole * W::kBytes, rest * W::kBytes);
-        for (int t = 0; t < T; t++) memcpy(last_inputs[t], xs + t * x.k + whole, rest * sizeof(float));
-        add(last_weights[0], 64, last_inputs[0], 16, 16);
+    template <int T>
+    static void add(const float* rows, int64_t stride, const float* x, int64_t k, int64_t count, bool first,
+                    V (*acc)[kTokens]) {
+        half<T, &V::lo>(rows, stride, x, k, count, first, acc);
+        half<T, &V::hi>(rows + 8, stride, x + 8, k, count, first, acc);
     }
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < R; r++) out[t * ld + r] = sum(V{acc[0][r][t], acc[1][r][t]});
-}
 
-template <class W>
-void halved_float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1,
-                         float* out, int64_t ld, uint8_t* scratch) {
-    constexpr int kTokens = 24;  // tokens whose inputs stay in the second-level cache between rows
-    const int whole = t0 + (t1 - t0) / 3 * 3;
-    for (int first = t0; first < whole; first += kTokens) {
-        auto tiles = [&]<int R>(int64_t row) {
-            for (int t = first; t < imin(first + kTokens, whole); t += 3)
-                halved_float_tile<W, R, 3>(w, row, x, t, out + (t - t0) * ld + (row - row0), ld);
-        };
-        int64_t r = row0;
-        for (; r + 4 <= row1; r += 4) tiles.template operator()<4>(r);
-        for (; r < row1; r++) tiles.template operator()<1>(r);
+    template <int T, __m256 V::* kHalf>
+    static HOTSET_INLINE void half(const float* rows, int64_t stride, const float* x, int64_t k,
+                                   int64_t count, bool first, V (*acc)[kTokens]) {
+        __m256 total[4][T];
+        for (int r = 0; r < 4; r++)
+            for (int t = 0; t < T; t++) total[r][t] = first ? _mm256_setzero_ps() : acc[r][t].*kHalf;
+        for (int64_t i = 0; i < count; i += 16) {
+            __m256 inputs[T];
+            for (int t = 0; t < T; t++) inputs[t] = _mm256_loadu_ps(x + t * k + i);
+            for (int r = 0; r < 4; r++) {
+                const __m256 weights = _mm256_loadu_ps(rows + r * stride + i);
+                for (int t = 0; t < T; t++) total[r][t] = _mm256_fmadd_ps(weights, inputs[t], total[r][t]);
+            }
+        }
+        for (int r = 0; r < 4; r++)
+            for (int t = 0; t < T; t++) acc[r][t].*kHalf = total[r][t];
     }
-    if (whole < t1) float_linear<W>(w, row0, row1, x, whole, t1, out + (whole - t0) * ld, ld, scratch);
-}
+};
 
 // Decode the scales of n blocks of kStride bytes that begin with an f16 scale.
 template <int kStride>
@@ -1633,9 +1583,9 @@ const Kernels* avx2_kernels() {
     static const Kernels table = [] {
         using namespace avx2;
         Kernels t = float_kernel_table("avx2");
-        t.linear[int(Type::F32)] = halved_float_linear<F32Weights>;
-        t.linear[int(Type::F16)] = halved_float_linear<F16Weights>;
-        t.linear[int(Type::BF16)] = halved_float_linear<BF16Weights>;
+        t.linear[int(Type::F32)] = float_linear<F32Weights, HalvedTile>;
+        t.linear[int(Type::F16)] = float_linear<F16Weights, HalvedTile>;
+        t.linear[int(Type::BF16)] = float_linear<BF16Weights, HalvedTile>;
         add_formats(t);
         add_sparse_kernels(t);
         add_encoders(t);

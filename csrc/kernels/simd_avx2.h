@@ -143,6 +143,22 @@ inline float sum(V a) {
     const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
     return _mm_cvtss_f32(_mm_add_ss(d, _mm_movehdup_ps(d)));
 }
+// sum() of four vectors.
+inline void sums(const V v[4], float out[4]) {
+    auto four_apart = [&](int i) {
+        const __m256 a = _mm256_add_ps(v[i].lo, v[i].hi), b = _mm256_add_ps(v[i + 1].lo, v[i + 1].hi);
+        return _mm256_castps_pd(
+            _mm256_add_ps(_mm256_blend_ps(a, b, 0xf0), _mm256_permute2f128_ps(a, b, 0x21)));
+    };
+    const __m256d ab = four_apart(0), cd = four_apart(2);
+    const __m256 two_apart =
+        _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd)),
+                      _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd)));  // a a c c | b b d d
+    const __m256 all = _mm256_add_ps(two_apart, _mm256_movehdup_ps(two_apart));
+    const __m256i order = _mm256_setr_epi32(0, 4, 2, 6, 0, 0, 0, 0);
+    _mm_storeu_ps(out, _mm256_castps256_ps128(_mm256_permutevar8x32_ps(all, order)));
+}
+
 inline float max_lane(V a) {
     const __m256 h = _mm256_max_ps(a.lo, a.hi);
     const __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));

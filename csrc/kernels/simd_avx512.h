@@ -104,6 +104,20 @@ inline float sum(V a) {
     const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
     return _mm_cvtss_f32(_mm_add_ss(d, _mm_movehdup_ps(d)));
 }
+// sum() of four vectors.
+inline void sums(const V v[4], float out[4]) {
+    auto halves = [&](int i) {  // eight apart: a a a a b b b b, in quarters
+        const __m512 a = v[i].v, b = v[i + 1].v;
+        return _mm512_add_ps(_mm512_mask_blend_ps(0xff00, a, b), _mm512_shuffle_f32x4(a, b, 0x4e));
+    };
+    const __m512 ab = halves(0), cd = halves(2);
+    const __m512 four_apart =
+        _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));  // a b c d
+    const __m512 two_apart = _mm512_add_ps(four_apart, _mm512_permute_ps(four_apart, 0x4e));
+    const __m512 all = _mm512_add_ps(two_apart, _mm512_movehdup_ps(two_apart));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(order, all)));
+}
 inline float max_lane(V a) {
     const __m256 h = _mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
     const __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));

@@ -150,6 +150,10 @@ inline float sum(V a) {
     const float32x2_t d = vadd_f32(vget_low_f32(q), vget_high_f32(q));
     return vget_lane_f32(d, 0) + vget_lane_f32(d, 1);
 }
+// sum() of four vectors.
+inline void sums(const V v[4], float out[4]) {
+    for (int i = 0; i < 4; i++) out[i] = sum(v[i]);
+}
 inline float max_lane(V a) {
     const float32x4_t q = larger(larger(a.v[0], a.v[2]), larger(a.v[1], a.v[3]));
     const float32x4_t d = larger(q, vextq_f32(q, q, 2));

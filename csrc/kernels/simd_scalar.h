@@ -136,6 +136,10 @@ inline float sum(V a) {
         for (int i = 0; i < half; i++) a.v[i] = a.v[i] + a.v[i + half];
     return a.v[0];
 }
+// sum() of four vectors.
+inline void sums(const V v[4], float out[4]) {
+    for (int i = 0; i < 4; i++) out[i] = sum(v[i]);
+}
 inline float max_lane(V a) {
     for (int half = 8; half; half /= 2)
         for (int i = 0; i < half; i++) a.v[i] = a.v[i] > a.v[i + half] ? a.v[i] : a.v[i + half];
