@@ -186,7 +186,7 @@ def bars(data: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, list[float
 def chart(data: dict[str, Any]) -> str:
     """Return an SVG of ratios to each peer, as bars with their intervals; the page's background shows."""
     groups = list(bars(data))
-    left, width, bar, gap = 330, 470, 8, 8
+    left, width, bar, gap = 460, 440, 8, 8
     most = max([2.0, *(interval(ratios)[1] for _, known in groups for _, ratios in known)])
     scale = width / most
     parts, y = [], 52
