@@ -141,8 +141,8 @@ def speeds(models: list[hotset.Model], n_tokens: int, rounds: int) -> tuple[list
             answer = model.generate(PROMPT, temperature=0, max_tokens=n_tokens, ignore_eos=True)
             if i:
                 own.append(answer.timings.predicted_per_second)
-                if answer.answer_stats is not None:
-                    n_bytes[at] = answer.answer_stats.bytes_touched_per_token
+                if answer.stats is not None:
+                    n_bytes[at] = answer.stats.bytes_touched_per_token
     return found, n_bytes
 
 

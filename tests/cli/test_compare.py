@@ -312,8 +312,8 @@ def test_a_file_name_may_contain_commas_and_equals_signs(tmp_path: Path, monkeyp
         ("exact,dense", "names a mode twice"),
         ("predicted:svd,svd:64", "names a predictor twice"),
         ("a.gguf,b.gguf", "names two models"),
-        ("colour=red", "no mode, predictor, model or setting; the settings are cache-type="),
-        ("exact,", "no mode, predictor, model or setting"),
+        ("colour=red", "not a mode, predictor, model or setting; the settings are cache-type="),
+        ("exact,", "not a mode, predictor, model or setting"),
         ("cache-type=f16,cache-type=q8_0", "cache-type twice"),
     ],
 )

@@ -649,7 +649,7 @@ def test_the_subcommand(path: Path, text: str, tmp_path: Path) -> None:
     quick = ["-c", 32, "--tokens", 256, "--measured", 512, "-o", out]
     done = inside("calibrate", path, "-f", file, "--max-ppl-increase", "2%", "--json", *quick)
     found = json.loads(done.stdout)
-    assert found.keys() == {"path", "measured", "foreseen", "layers", "problems"}
+    assert found.keys() == {"path", "measured", "foreseen", "gain", "layers", "problems"}
     assert found["path"] == str(out)
     assert found["measured"]["increase"] <= 0.02
     assert re.search(r"losses: (\d+) of \1 layers", done.stderr)
