@@ -2,7 +2,7 @@
 
 usage: python bench/gpu/first.py --out RESULTS --models FOLDER [--copy FOLDER] [--llama-source llama.cpp]
 
-It checks what the machine has before anything starts, builds hotset if it is not installed, and begins with
+It first checks that the machine has all required parts, builds hotset if it is not installed, and begins with
 Vulkan. All stages take at most 1,500 seconds, and a stage at most 570, so that a device that is lent for ten
 minutes at a time is enough: the same command continues with the missing stages. `--all` adds the stages of
 Triton.
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # peers.py of bench/
-from ledger import PATIENCE, run_within
+from ledger import PATIENCE, run_within, store
 from peers import print_table
 
 ROOT = Path(__file__).parents[2]
@@ -75,12 +75,12 @@ TRITON = (
 WITHOUT_SMALL = {"install", "build", "kernels-right", "memcheck", "racecheck"}  # the others have small sizes
 
 
-# ---- what the machine must have ----
+# ---- required parts of the machine ----
 
 
 @dataclass(frozen=True)
 class Need:
-    """A part that stages need. without: what is left out if it is missing; empty: nothing can be measured."""
+    """A part that stages need. without: the stages left out if it is missing; empty: it is required."""
 
     name: str
     found: bool
@@ -199,10 +199,7 @@ def _run(folder: Path, step: Step, command: Sequence[str], limit: float, site: P
         except subprocess.TimeoutExpired:
             file.write(f"\nended after {limit:.0f} s\n")
     print(said.read_text(errors="replace"), flush=True)
-    result = {"ended": ended, "seconds": time.monotonic() - start}
-    partial = folder / f"{step.name}.partial"
-    partial.write_text(json.dumps(result))
-    partial.replace(folder / f"{step.name}.json")
+    store(folder / f"{step.name}.json", {"ended": ended, "seconds": time.monotonic() - start})
 
 
 def _archive(out: Path, copy: Path) -> None:

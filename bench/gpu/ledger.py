@@ -54,9 +54,7 @@ class Ledger:
         if result.get("failed"):
             self.left.append(key)
             return result
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(result, indent=1))
-        os.replace(partial, path)
+        store(path, result)
         return result
 
     def closing(self) -> str:
@@ -64,6 +62,13 @@ class Ledger:
         if not self.left:
             return f"Complete; raw results in {self.folder}."
         return f"{len(self.left)} units left ({self.left[0]} is next): run the same command again to go on."
+
+
+def store(path: Path, result: dict[str, Any]) -> None:
+    """Write a result, so that an interruption leaves the old or the new file."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=1))
+    partial.replace(path)
 
 
 def run_program(

@@ -1,6 +1,6 @@
 """What every backend guarantees, alone and next to the CPU: each test runs for each kind of conforming.py.
 
-The other files test what is peculiar to a backend, and its kernels.
+The other files test the kernels and the peculiarities of one backend.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def test_stages_of_the_first_calls_exist_and_end_in_time() -> None:
     assert named == set(choices.split(","))
     assert [step.name for step in first.ORDER[:2]] == ["install", "vulkan-right"]
     assert sum(step.seconds for step in first.ORDER) <= first.IN_ALL
-    assert sum(step.seconds for step in first.ORDER[:4]) <= first.MOST  # Vulkan alone, in the first call
+    assert sum(step.seconds for step in first.ORDER[:4]) <= first.MOST  # the first call measures Vulkan
     assert all(2 * first.SPARE < step.seconds <= first.MOST for step in first.ORDER)
 
 

@@ -1,7 +1,7 @@
 """The backends of one conformance suite (tests/backends/test_conformance.py), alone and in chains.
 
-A device backend takes part while it is in the registry and can run on this machine. Its capabilities say what
-it must compute and what it must refuse.
+A device backend takes part while it is in the registry and can run on this machine. Its capabilities
+decide which cases it computes and which it refuses.
 """
 
 from __future__ import annotations

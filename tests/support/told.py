@@ -1,4 +1,4 @@
-"""A reporter that keeps what it is told, and can interrupt a run at a given report."""
+"""A reporter that keeps all reports, and can interrupt a run at one of them."""
 
 from __future__ import annotations
 

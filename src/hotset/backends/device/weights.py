@@ -18,8 +18,8 @@ Numbers = TypeVar("Numbers")  # a device's array of numbers
 class KeptWeights(ABC, Generic[Numbers]):
     """The weights of a stage on a device. A backend defines how numbers and matrices get there.
 
-    kept: the weights on the device, by key. loaded: those of a stage of the same model, which are not loaded
-    again.
+    kept: the weights on the device, by key. loaded: weights of another stage of the model; they are not
+    loaded again.
     """
 
     def __init__(self, source: WeightSource, loaded: Mapping[object, Any] | None = None) -> None:

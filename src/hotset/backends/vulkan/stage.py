@@ -252,23 +252,23 @@ class VulkanStage(DeviceStage):
     def take_shapes(self, shapes: DeviceShapes) -> None:
         """Discard all recordings; later ones use workgroups of these shapes."""
         self._kernels.shapes = shapes
-        self._record_anew()
+        self._record_again()
 
     def start_timing(self) -> bool:
         """Time the operations of all stages on the device, as Timed.start_timing."""
         self._kernels.timings = DispatchTimings(self._device)
         for stage in self.opened.stages:
-            stage._record_anew()  # noqa: SLF001
+            stage._record_again()  # noqa: SLF001
         return True
 
     def end_timing(self) -> list[DeviceTimes]:
         """Return the times, as Timed.end_timing; none if another stage of the device has returned them."""
         timings, self._kernels.timings = self._kernels.timings, None
         for stage in self.opened.stages:
-            stage._record_anew()  # noqa: SLF001
+            stage._record_again()  # noqa: SLF001
         return [] if timings is None else timings.taken()
 
-    def _record_anew(self) -> None:
+    def _record_again(self) -> None:
         for lowered in self._lowered.values():
             lowered.record_anew()
 
