@@ -48,7 +48,8 @@ void PlanBuilder::finish() {
 void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& sequences,
                       const IntMatrix& kv_blocks, const Ints& outputs, const std::optional<FloatMatrix>& x,
                       const std::optional<Bytes>& thresholded, const std::optional<Ints>& states,
-                      const std::optional<Ints>& saves, const std::optional<FloatMatrix>& scales) {
+                      const std::optional<Ints>& saves, const std::optional<FloatMatrix>& scales,
+                      const std::optional<Ints>& image_places, const std::optional<FloatMatrix>& image_rows) {
     require(finished_, "the plan is not finished");
     const Plan::Limits& limits = plan_->limits();
     const int n = int(tokens.size()), n_sequences = int(kv_blocks.shape(0)),
@@ -74,6 +75,7 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
         bool(limits.n_adapters) == scales.has_value() &&
             (!scales || (int(scales->shape(0)) == n_sequences && int(scales->shape(1)) == limits.n_adapters)),
         "a plan with adapters needs one scale per adapter and sequence; other plans take no scales");
+    const ImageRows images = checked_images(n, image_places, image_rows);
     n_tokens_ = n;
     n_outputs_ = n_outputs;
     bool done;
@@ -89,7 +91,8 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
                           n_sequences, max_kv_blocks, outputs.data(), n_outputs,
                           thresholded ? thresholded->data() : nullptr,
                           limits.n_states ? states->data() : nullptr,
-                          limits.n_states ? saves->data() : nullptr, scales ? scales->data() : nullptr);
+                          limits.n_states ? saves->data() : nullptr, scales ? scales->data() : nullptr,
+                          images.n ? &images : nullptr);
     }
     if (raised) std::rethrow_exception(raised);
     if (!done) throw StepCancelled();
@@ -103,6 +106,23 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> PlanBuilder::rows(nb::handle self, in
 int PlanBuilder::checked(int id) const {
     require(id >= 0 && id < plan_->n_buffers(), "there is no buffer " + std::to_string(id));
     return id;
+}
+
+ImageRows PlanBuilder::checked_images(int n_tokens, const std::optional<Ints>& places,
+                                      const std::optional<FloatMatrix>& rows) const {
+    require(places.has_value() == rows.has_value(), "rows of images need places, and places need rows");
+    if (!places) return {};
+    const int n = int(places->size());
+    const int64_t width = plan_->limits().image_width;
+    require(width > 0, "this plan has no embedding that rows of images could replace");
+    require(int(rows->shape(0)) == n && int64_t(rows->shape(1)) == width,
+            "the rows of images must be [" + std::to_string(n) + ", " + std::to_string(width) + "]");
+    for (int i = 0; i < n; i++) {
+        const int32_t place = places->data()[i];
+        require(place >= 0 && place < n_tokens && (i == 0 || places->data()[i - 1] < place),
+                "the places of image rows must rise and be tokens of the batch");
+    }
+    return {places->data(), rows->data(), n};
 }
 
 void PlanBuilder::check_states(const Ints& positions, const Ints& sequences, int n_sequences,
@@ -190,7 +210,8 @@ void bind_plan(nb::module_& m) {
         .def("cancel", &PlanBuilder::cancel)
         .def("run", &PlanBuilder::run, "tokens"_a, "positions"_a, "sequences"_a, "kv_blocks"_a, "outputs"_a,
              "x"_a.none() = nb::none(), "thresholded"_a.none() = nb::none(), "states"_a.none() = nb::none(),
-             "saves"_a.none() = nb::none(), "scales"_a.none() = nb::none())
+             "saves"_a.none() = nb::none(), "scales"_a.none() = nb::none(),
+             "image_places"_a.none() = nb::none(), "image_rows"_a.none() = nb::none())
         .def(
             "rows", [](nb::handle self, int id) { return nb::cast<PlanBuilder&>(self).rows(self, id); },
             "buffer"_a)

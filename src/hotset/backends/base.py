@@ -28,6 +28,18 @@ NO_ADAPTERS: AdapterScales = ()
 
 
 @dataclass(frozen=True)
+class ImageRows:
+    """The tokens of a batch that belong to images, and their rows, which replace token embeddings.
+
+    places: int32 [n], rising indices of tokens. rows: float32 [n, n_embd], as the model's embedding operation
+    (operations.Embed, `replaceable`) would return them.
+    """
+
+    places: np.ndarray
+    rows: np.ndarray
+
+
+@dataclass(frozen=True)
 class Batch:
     """The tokens of one step. Tokens of one sequence are adjacent and in rising position.
 
@@ -41,6 +53,12 @@ class Batch:
     adapter_scales: one item per row of block_tables; None: the backend's default for all.
     wants_candidates: the N_CANDIDATES largest logits of each output are enough, equal ones by rising token. A
     backend may still return all logits.
+    image_rows: rows that replace embeddings; the ids of their tokens are 0. None: no images.
+    rotary: int32 [n_tokens, n_axes], the rotary positions by which operations.Rope.axes turns channels;
+    `positions` remain indices of the KV cache. None: `positions`.
+    groups: int32 [n_tokens, 2], the positions [first, last) of the group to which a token belongs, for
+    operations.Attention.groups. All tokens of a group are in the batch, or earlier ones in the cache. A
+    token of a text is a group of its own. None: all are.
 
     states, saves: only for graphs with recurrent operations (operations.Recurrent), otherwise ignored. The
     positions of a sequence must then be consecutive. states: int32 [n_sequences], the slot with the state of
@@ -61,6 +79,9 @@ class Batch:
     saves: np.ndarray | None = None
     adapter_scales: Sequence[AdapterScales] | None = None
     wants_candidates: bool = False
+    image_rows: ImageRows | None = None
+    rotary: np.ndarray | None = None
+    groups: np.ndarray | None = None
 
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the first token and the number of tokens of each sequence, in order: int64 [n] each."""

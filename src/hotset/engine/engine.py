@@ -25,6 +25,7 @@ from hotset.backends.base import BLOCK_SIZE, NO_ADAPTERS, AdapterScales, Backend
 from hotset.engine.batch import BatchBuilder
 from hotset.engine.blocks import Prefix
 from hotset.engine.counters import Counters
+from hotset.engine.images import ImageTokens, SequenceImages
 from hotset.engine.kv_cache import NONE_THRESHOLDED
 from hotset.engine.pacing import PROMPT_SECONDS
 from hotset.engine.sampler import (
@@ -139,7 +140,7 @@ class Engine:
         self.backend = backend
         is_encoder, thresholded = traits.is_encoder, traits.thresholded
         self.is_encoder, self.speculator = is_encoder, speculator
-        max_batch = min(max_batch or backend.max_batch, backend.max_batch)
+        self.max_batch = max_batch = min(max_batch or backend.max_batch, backend.max_batch)
         self.n_ctx = min(n_ctx, max_batch) if is_encoder else n_ctx
         self.collect_stats = False
         if backend.n_states:  # each sequence reads one and writes another, and `take_states` needs two
@@ -221,12 +222,14 @@ class Engine:
         breakers: Iterable[Tokens[int]] = (),
         owner: Owner | None = None,
         adapters: AdapterScales | None = None,
+        images: Iterable[ImageTokens] = (),
     ) -> Sequence:
         """Return a checked sequence that generates after `prompt` once it is passed to `enqueue`.
 
         stop_ids: tokens that end the answer. reuse_prefix: False computes the whole prompt again. constraint:
         the form of the answer, which ends with "stop" when nothing may follow. breakers: see `Sampler`.
-        owner: the client. adapters: None: the default ones. Raises ContextLengthError if the prompt and one
+        owner: the client. adapters: None: the default ones. images: they replace the tokens of the prompt at
+        their places, whatever the ids there. Raises ContextLengthError if the prompt and one
         token do not fit, and InvalidRequestError if a token id is outside the vocabulary.
         """
         self.require_logits()
@@ -240,11 +243,15 @@ class Engine:
                 n_ctx=self.n_ctx,
             )
         forbidden = stop_ids if params.ignore_eos else ()
-        sampler = Sampler(params, self.backend.n_vocab, tokens, forbidden, constraint, breakers)
+        runs = tuple(images)
+        placed = SequenceImages(tokens, runs, self.max_batch) if runs else None
+        words = [token for token in tokens if token >= 0] if runs else tokens
+        sampler = Sampler(params, self.backend.n_vocab, words, forbidden, constraint, breakers)
         n_tokens_max = self.n_ctx
         if params.max_tokens is not None:
             n_tokens_max = min(n_tokens_max, len(tokens) + params.max_tokens)
         sequence = self._new(tokens, owner, reuse_prefix, n_tokens_max=n_tokens_max)
+        sequence.images = placed
         if adapters is not None:
             sequence.choose(adapters)
         sequence.sampler = sampler

@@ -1,4 +1,4 @@
-"""The memory for a model's drafter and its adapters."""
+"""The memory for a model's drafter, its adapters and its images."""
 
 from __future__ import annotations
 
@@ -13,4 +13,5 @@ def reserved_for(opened: Opened) -> Reserved:
     Raises UnsupportedModelError if `speculate` is "mtp" and the file lacks such a layer, and the errors of
     `open_model` for a draft model.
     """
-    return Reserved(drafting_bytes(opened), adapter_bytes(opened.settings))
+    images = 0 if opened.images is None else opened.images.nbytes
+    return Reserved(drafting_bytes(opened), adapter_bytes(opened.settings), images)

@@ -211,7 +211,9 @@ class ModelConfig:
     the model's own. sparse_threshold belongs to the predictor in the file; masked: that predictor's mask is
     part of the model. slopes: see operations.Attention. query_gain: beta and length of the
     operations.PositionGain that multiplies queries; None: no gain. n_embd_layer: width of the per-layer
-    embedding of a token; 0: none. See Architecture for the rest.
+    embedding of a token; 0: none. sections: pairs of channels for time, row and column of a rotary position,
+    which only tokens of images need; empty: all tokens rotate by their index. image_groups: the tokens of an
+    image see one another. See Architecture for the rest.
     """
 
     architecture: str
@@ -253,6 +255,8 @@ class ModelConfig:
     post_norm_eps: float | None = None
     causal: bool = True
     query_gain: tuple[float, int] | None = None
+    sections: tuple[int, ...] = ()
+    image_groups: bool = False
 
     @property
     def n_layer(self) -> int:
@@ -295,6 +299,25 @@ class ModelConfig:
         """Raise UnsupportedModelError if a layer has no FFN. what: the feature that needs one in each."""
         if 0 in self.n_ff:
             raise UnsupportedModelError(f"{what} of models with layers without an FFN are not supported")
+
+    @property
+    def has_image_positions(self) -> bool:
+        """Return whether tokens of images have rotary positions of several axes."""
+        return bool(self.sections)
+
+    def for_images(self, *, groups: bool) -> ModelConfig:
+        """Return the configuration for prompts with images. groups: the tokens of an image see one another."""
+        config = replace(self, image_groups=groups)
+        if not self.sections:
+            return config
+        interleaved = ARCHITECTURES[self.architecture].interleaved_axes
+        layers = tuple(
+            layer
+            if layer.rope is None
+            else replace(layer, rope=with_axes(layer.rope, self.sections, interleaved=interleaved))
+            for layer in self.layers
+        )
+        return replace(config, layers=layers)
 
     def for_context(self, n_ctx: int) -> ModelConfig:
         """Return the configuration with the rotation for contexts of n_ctx tokens."""
@@ -374,6 +397,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         post_norm_eps=architecture.post_norm_eps,
         causal=keys.flag("attention.causal", architecture.causal),
         query_gain=_query_gain(keys, architecture),
+        sections=_sections(keys),
     )
     if not config.causal and (config.n_recurrent or config.altup is not None):
         raise UnsupportedModelError(
@@ -384,6 +408,13 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         what = f"the {name} model's feed-forward network has no gate, so its activation cannot be dReLU"
         raise InvalidRequestError(what) if override else UnsupportedModelError(what)
     return config
+
+
+def _sections(keys: Keys) -> tuple[int, ...]:
+    """Return the sections of rotary positions; empty if the file has none, or only one that is not 0."""
+    given = keys.get("rope.dimension_sections")
+    found = tuple(int(n) for n in given) if is_array(given) else ()
+    return found[:3] if len(found) >= 2 and found[0] > 0 and found[1] > 0 else ()
 
 
 def _check_scales(keys: Keys, architecture: Architecture) -> None:

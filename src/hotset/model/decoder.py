@@ -238,7 +238,7 @@ class _Decoder(GraphBuilder):
         config, d = self.config, self.config.n_embd
         matrix = self.weights.matrix(tensor, d, config.n_vocab)
         x = self.scaled(
-            self.add(ops.Embed(self.value("embedding", d), matrix)),
+            self.add(ops.Embed(self.value("embedding", d), matrix, replaceable=tensor == "token_embd")),
             config.embedding_scale,
             "embedding_scaled",
         )
@@ -355,7 +355,8 @@ class _Decoder(GraphBuilder):
                 layer.attention_scale, layer.window, layer.attention_softcap,
                 self.weights.vector(f"{blk}.attn_sinks", config.n_head) if layer.sinks else None,
                 layer.source, config.slopes, config.causal, self.first_seen,
-                key_bias=self._key_bias(i, layer), **self.where,
+                key_bias=self._key_bias(i, layer), groups="also" if config.image_groups else "",
+                **self.where,
             )
         )  # fmt: skip
         if gate is not None:

@@ -53,7 +53,8 @@ class Rope:
 
     angle(pos, i) = pos * freq[i]; cos and sin are multiplied by `magnitude` (YaRN's attention factor). `freq`
     holds n_rot/2 float64 frequencies, already scaled. every: positions are rounded down to a multiple of it,
-    so that a block of tokens is rotated like its first token.
+    so that a block of tokens is rotated like its first token. axes: for each frequency, the column of
+    Batch.rotary that has the position; None: the token's own position.
     """
 
     kind: RopeKind
@@ -61,6 +62,7 @@ class Rope:
     freq: tuple[float, ...]
     magnitude: float = 1.0
     every: int = 1
+    axes: tuple[int, ...] | None = None
 
 
 def has_zeros(kind: ActivationKind) -> bool:
@@ -173,13 +175,14 @@ class Embed(Operation):
     """out[t] = row tokens[t] of `weight`.
 
     For learned positions it is row positions[t] + first_row, for token types row 0: the type of a text's
-    first part.
+    first part. replaceable: rows of images replace those of their tokens (Batch.image_rows).
     """
 
     out: Value
     weight: Rows
     of: Literal["token", "position", "type"] = "token"
     first_row: int = 0
+    replaceable: bool = False
 
 
 @dataclass(frozen=True)
@@ -405,6 +408,7 @@ class Attention(Operation):
     blocks: as wide as k. A token also attends, regardless of the window, to the row of `blocks` at the last
     token of each complete block of block_size tokens from position 0 on. It is both key and value, and also
     stored.
+    groups: "also": in addition, a token attends to all tokens of its group (Batch.groups).
     key_bias: what all keys contain, or None. A q4_0 cache leaves most of it out (rope.bias_of_keys), and
     attention adds the product of the query with that part to each score.
     """
@@ -428,6 +432,7 @@ class Attention(Operation):
     blocks: Value | None = None
     block_size: int = 0
     key_bias: KeyBias | None = None
+    groups: Literal["", "only", "also"] = ""
 
     mixes_tokens: ClassVar[bool] = True
 
