@@ -51,7 +51,7 @@ from hotset.model.keys import (
     number,
 )
 from hotset.model.mixers import Mixer, mixers_of
-from hotset.model.operations import Rope
+from hotset.model.operations import Groups, Rope
 from hotset.model.rope import (
     LongRope,
     divisors,
@@ -81,7 +81,8 @@ class LayerConfig:
     bare: attention reads the stream without a norm, even if the FFN does not.
     value_norm: heads of values pass a norm without weights. source: the layer whose keys and values it
     attends to; None: its own. heads: KV heads and the channels of one; None: the model's. result_scale: of
-    the stream after the layer. block_size: tokens of a compressed block of keys; 0: no blocks.
+    the stream after the layer. block_size: tokens of a compressed block of keys; 0: no blocks. groups: see
+    operations.Attention.
     """
 
     n_ff: int
@@ -111,6 +112,7 @@ class LayerConfig:
     heads: tuple[int, int] | None = None
     result_scale: float = 1.0
     block_size: int = 0
+    groups: Groups = "none"
 
     @property
     def n_neurons(self) -> int:
