@@ -49,6 +49,7 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
                       const IntMatrix& kv_blocks, const Ints& outputs, const std::optional<FloatMatrix>& x,
                       const std::optional<Bytes>& thresholded, const std::optional<Ints>& states,
                       const std::optional<Ints>& saves, const std::optional<FloatMatrix>& scales,
+                      const std::optional<IntMatrix>& rotary, const std::optional<IntMatrix>& groups,
                       const std::optional<Ints>& image_places, const std::optional<FloatMatrix>& image_rows) {
     require(finished_, "the plan is not finished");
     const Plan::Limits& limits = plan_->limits();
@@ -59,6 +60,8 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
     const std::optional<int64_t> n_vocab = embeds_tokens() ? std::optional(limits.n_vocab) : std::nullopt;
     check_batch({plan_->max_tokens(), limits.n_kv_blocks, n_vocab, limits.n_positions},
                 {tokens, positions, sequences, kv_blocks, outputs});
+    require(n_outputs == 0 || outputs.data()[0] + 1 >= limits.n_joined,
+            "an output joins " + std::to_string(limits.n_joined) + " tokens, and the first has fewer");
     if (limits.n_states) check_states(positions, sequences, n_sequences, states, saves);
     require((input_ >= 0) == x.has_value(),
             "a plan that begins with tokens takes no rows; one that begins with rows needs them");
@@ -75,6 +78,7 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
         bool(limits.n_adapters) == scales.has_value() &&
             (!scales || (int(scales->shape(0)) == n_sequences && int(scales->shape(1)) == limits.n_adapters)),
         "a plan with adapters needs one scale per adapter and sequence; other plans take no scales");
+    const StepPlaces places = checked_places(positions, sequences, rotary, groups);
     const ImageRows images = checked_images(n, image_places, image_rows);
     n_tokens_ = n;
     n_outputs_ = n_outputs;
@@ -92,7 +96,7 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
                           thresholded ? thresholded->data() : nullptr,
                           limits.n_states ? states->data() : nullptr,
                           limits.n_states ? saves->data() : nullptr, scales ? scales->data() : nullptr,
-                          images.n ? &images : nullptr);
+                          places, images.n ? &images : nullptr);
     }
     if (raised) std::rethrow_exception(raised);
     if (!done) throw StepCancelled();
@@ -162,6 +166,37 @@ void PlanBuilder::check_states(const Ints& positions, const Ints& sequences, int
     }
 }
 
+StepPlaces PlanBuilder::checked_places(const Ints& positions, const Ints& sequences,
+                                       const std::optional<IntMatrix>& rotary,
+                                       const std::optional<IntMatrix>& groups) const {
+    const Plan::Limits& limits = plan_->limits();
+    const int n = int(sequences.size());
+    StepPlaces places;
+    if (rotary) {
+        const int n_axes = int(rotary->shape(1));
+        require(int(rotary->shape(0)) == n && n_axes >= limits.n_axes,
+                "rotary positions are [" + std::to_string(n) + ", " + std::to_string(limits.n_axes) +
+                    "], a row per token");
+        require(std::all_of(rotary->data(), rotary->data() + int64_t(n) * n_axes,
+                            [](int32_t position) { return position >= 0; }),
+                "a rotary position is negative");
+        places.rotary = rotary->data(), places.n_axes = n_axes;
+    }
+    require(!limits.needs_groups || groups, "a plan whose tokens see only their groups needs groups");
+    if (groups) {
+        require(int(groups->shape(0)) == n && int(groups->shape(1)) == 2, "a group is two positions per token");
+        int end = 0;  // one past the last position of the sequence of token t
+        for (int t = n - 1; t >= 0; t--) {
+            const int32_t position = positions.data()[t], *group = groups->data() + 2 * int64_t(t);
+            if (t == n - 1 || sequences.data()[t + 1] != sequences.data()[t]) end = position + 1;
+            require(group[0] >= 0 && group[0] <= position && position < group[1] && group[1] <= end,
+                    "the group of a token must be around its position, and end within the step");
+        }
+        places.groups = groups->data();
+    }
+    return places;
+}
+
 nb::ndarray<nb::numpy, double, nb::ndim<1>> PlanBuilder::op_seconds(const Ints& cells, int n_cells) const {
     check_cells(cells, 1, n_cells);
     double* out;
@@ -210,8 +245,9 @@ void bind_plan(nb::module_& m) {
         .def("cancel", &PlanBuilder::cancel)
         .def("run", &PlanBuilder::run, "tokens"_a, "positions"_a, "sequences"_a, "kv_blocks"_a, "outputs"_a,
              "x"_a.none() = nb::none(), "thresholded"_a.none() = nb::none(), "states"_a.none() = nb::none(),
-             "saves"_a.none() = nb::none(), "scales"_a.none() = nb::none(),
-             "image_places"_a.none() = nb::none(), "image_rows"_a.none() = nb::none())
+             "saves"_a.none() = nb::none(), "scales"_a.none() = nb::none(), "rotary"_a.none() = nb::none(),
+             "groups"_a.none() = nb::none(), "image_places"_a.none() = nb::none(),
+             "image_rows"_a.none() = nb::none())
         .def(
             "rows", [](nb::handle self, int id) { return nb::cast<PlanBuilder&>(self).rows(self, id); },
             "buffer"_a)

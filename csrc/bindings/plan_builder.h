@@ -30,6 +30,7 @@ class PlanBuilder {
              const Ints& outputs, const std::optional<FloatMatrix>& x,
              const std::optional<Bytes>& thresholded, const std::optional<Ints>& states,
              const std::optional<Ints>& saves, const std::optional<FloatMatrix>& scales,
+             const std::optional<IntMatrix>& rotary, const std::optional<IntMatrix>& groups,
              const std::optional<Ints>& image_places, const std::optional<FloatMatrix>& image_rows);
 
     // Return a view of the buffer's rows of the latest step.
@@ -55,6 +56,10 @@ class PlanBuilder {
     // read and written.
     void check_states(const Ints& positions, const Ints& sequences, int n_sequences,
                       const std::optional<Ints>& states, const std::optional<Ints>& saves) const;
+    // Check the rotary positions, and that a group is around its token and within its sequence in the step.
+    StepPlaces checked_places(const Ints& positions, const Ints& sequences,
+                              const std::optional<IntMatrix>& rotary,
+                              const std::optional<IntMatrix>& groups) const;
     // Check that each operation has n_each cells, each below n_cells.
     void check_cells(const Ints& cells, int n_each, int n_cells) const;
 

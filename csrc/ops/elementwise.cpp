@@ -40,11 +40,13 @@ static const Registered kEmbed("embed", [](Facts& facts) -> std::unique_ptr<Op> 
 
 static const Registered kSelectOutputs("select_outputs", [](Facts& facts) -> std::unique_ptr<Op> {
     const int x = facts.buffer("x"), out = facts.buffer("out");
-    require(facts.width(x) == facts.width(out) && !facts.of_outputs(x) && facts.of_outputs(out),
-            "select_outputs needs equal widths, from tokens to outputs");
+    const int n = facts.integer("n", 1, INT32_MAX);
+    require(facts.width(x) * n == facts.width(out) && !facts.of_outputs(x) && facts.of_outputs(out),
+            "select_outputs joins n rows of tokens to a row of outputs");
+    facts.plan().limits().n_joined = std::max(facts.plan().limits().n_joined, n);
     const Buffer& in = facts.plan().buffer(x);
-    return make_row_op(facts.plan(), out, [&in](const StepTokens& step, int r, float* result) {
-        std::copy_n(in.row(step.outputs[r]), in.width, result);
+    return make_row_op(facts.plan(), out, [&in, n](const StepTokens& step, int r, float* result) {
+        std::copy_n(in.row(step.outputs[r] + 1 - n), n * in.width, result);
     });
 });
 

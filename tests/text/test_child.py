@@ -70,7 +70,7 @@ def use_a_grammar() -> object:
 
 KINDS = {
     "template": Kind(
-        "jinja_child", ("jinja2", "markupsafe"),
+        "hotset.text.jinja_child", ("jinja2", "markupsafe"),
         source("hello"), {},
         source("{{ (9 ** 999999) ** 9999 }}"), source("{{ 'a'|center(99999) }}" * 10_000),
         use_a_template,
@@ -83,7 +83,7 @@ KINDS = {
         },
     ),
     "grammar": Kind(
-        "grammar_child", ("llguidance",),
+        "hotset.text.grammar_child", ("llguidance",),
         grammar("regex", "hello"), {"grammar": str, "ignored": list},
         grammar("json_schema", LONG_TO_COMPILE), grammar("json_schema", LONG_TO_COMPILE),
         use_a_grammar,

@@ -26,6 +26,7 @@ from hotset.model.activation import (
     xielu_of,
 )
 from hotset.model.architectures import (
+    ARCHITECTURES,
     Architecture,
     HeadNorm,
     PredictorInput,
@@ -51,7 +52,7 @@ from hotset.model.keys import (
     number,
 )
 from hotset.model.mixers import Mixer, mixers_of
-from hotset.model.operations import Rope
+from hotset.model.operations import Groups, Rope
 from hotset.model.rope import (
     LongRope,
     divisors,
@@ -61,6 +62,7 @@ from hotset.model.rope import (
     rope_of,
     window_dim,
     windowed_rope_of,
+    with_axes,
 )
 from hotset.parameters import shown
 
@@ -81,7 +83,8 @@ class LayerConfig:
     bare: attention reads the stream without a norm, even if the FFN does not.
     value_norm: heads of values pass a norm without weights. source: the layer whose keys and values it
     attends to; None: its own. heads: KV heads and the channels of one; None: the model's. result_scale: of
-    the stream after the layer. block_size: tokens of a compressed block of keys; 0: no blocks.
+    the stream after the layer. block_size: tokens of a compressed block of keys; 0: no blocks. groups: see
+    operations.Attention.
     """
 
     n_ff: int
@@ -111,6 +114,7 @@ class LayerConfig:
     heads: tuple[int, int] | None = None
     result_scale: float = 1.0
     block_size: int = 0
+    groups: Groups = "none"
 
     @property
     def n_neurons(self) -> int:
@@ -212,8 +216,7 @@ class ModelConfig:
     part of the model. slopes: see operations.Attention. query_gain: beta and length of the
     operations.PositionGain that multiplies queries; None: no gain. n_embd_layer: width of the per-layer
     embedding of a token; 0: none. sections: pairs of channels for time, row and column of a rotary position,
-    which only tokens of images need; empty: all tokens rotate by their index. image_groups: the tokens of an
-    image see one another. See Architecture for the rest.
+    which only tokens of images need; empty: all tokens rotate by their index. See Architecture for the rest.
     """
 
     architecture: str
@@ -256,7 +259,6 @@ class ModelConfig:
     causal: bool = True
     query_gain: tuple[float, int] | None = None
     sections: tuple[int, ...] = ()
-    image_groups: bool = False
 
     @property
     def n_layer(self) -> int:
@@ -307,17 +309,13 @@ class ModelConfig:
 
     def for_images(self, *, groups: bool) -> ModelConfig:
         """Return the configuration for prompts with images. groups: the tokens of an image see one another."""
-        config = replace(self, image_groups=groups)
-        if not self.sections:
-            return config
         interleaved = ARCHITECTURES[self.architecture].interleaved_axes
-        layers = tuple(
-            layer
-            if layer.rope is None
-            else replace(layer, rope=with_axes(layer.rope, self.sections, interleaved=interleaved))
-            for layer in self.layers
-        )
-        return replace(config, layers=layers)
+        layers = []
+        for layer in self.layers:
+            if layer.rope is not None and self.sections:
+                layer = replace(layer, rope=with_axes(layer.rope, self.sections, interleaved=interleaved))
+            layers.append(replace(layer, groups="also" if groups and layer.mixer is None else "none"))
+        return replace(self, layers=tuple(layers))
 
     def for_context(self, n_ctx: int) -> ModelConfig:
         """Return the configuration with the rotation for contexts of n_ctx tokens."""

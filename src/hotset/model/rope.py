@@ -261,11 +261,11 @@ def position_gain(op: PositionGain, positions: np.ndarray) -> np.ndarray:
 
 
 def cos_sin(rope: Rope, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return cos and sin of the angles of positions [n], times the magnitude, computed in float64.
+    """Return cos and sin of the angles of positions, times the magnitude, computed in float64.
 
-    Each is float32 [n, n_rot / 2].
+    positions: [n], or [n, n_rot / 2] with one for each frequency. Each result is float32 [n, n_rot / 2].
     """
     positions = positions // rope.every * rope.every
-    angles = positions[:, None].astype(np.float64) * np.asarray(rope.freq)
+    angles = positions.reshape(len(positions), -1).astype(np.float64) * np.asarray(rope.freq)
     cos, sin = np.cos(angles) * rope.magnitude, np.sin(angles) * rope.magnitude
     return cos.astype(np.float32), sin.astype(np.float32)

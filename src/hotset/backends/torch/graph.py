@@ -262,6 +262,7 @@ class TorchGraph:
             case ops.LowRank():
                 raise UnsupportedModelError("only the CPU computes a graph with adapters (LoRA)")
             case ops.SelectOutputs() | ops.Threshold():  # all tokens; thresholds have no effect
+                assert not isinstance(op, ops.SelectOutputs) or op.n == 1, "an image encoder"
                 return step[op.x]
             case _:
                 assert_never(op)
@@ -346,6 +347,7 @@ class TorchGraph:
 
     def _attended(self, op: ops.Attention, step: Step) -> Tensor:
         assert not op.first_seen, "a layer for multi-token prediction"
+        assert op.groups != "only", "an image encoder"
         n_tokens, group = step.tokens.shape[1], op.n_head // op.n_head_kv
         q = step.by_text(op.q).unflatten(-1, (op.n_head_kv, group, -1))
         k = step.by_text(op.k).unflatten(-1, (op.n_head_kv, -1)).transpose(1, 2)
