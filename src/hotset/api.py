@@ -18,6 +18,7 @@ from hotset.comparison import compare_chunks
 from hotset.engine import taps as engine_taps
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
+from hotset.engine.images import ImagePrompt
 from hotset.engine.perplexity import PerplexityResult
 from hotset.engine.sampler import SamplingParams, takes_sampling
 from hotset.errors import InvalidRequestError, OutOfMemoryError
@@ -50,7 +51,6 @@ from hotset.text.messages import BY_LAST_ROLE
 
 if TYPE_CHECKING:
     from hotset.engine.embedding import Embedder, TextVectors
-    from hotset.engine.images import ImageTokens
     from hotset.engine.reranking import RankedDocument
     from hotset.engine.sequence import Owner
     from hotset.placement.build import DeviceMemory
@@ -317,14 +317,13 @@ class Model:
             limited = params.reasoning_budget is not None
             reading = Reading.of_text(self.output_form, params, tokens) if limited else Reading()
         form = (*params.form, reading.around, reading.begun) if params.form else None
-        placed: Sequence[ImageTokens] = ()
+        prompt: list[int] | ImagePrompt = tokens
         if isinstance(tokens, PromptTokens) and self.images is not None:
-            placed, tokens = self.images.placed(tokens), [max(token, 0) for token in tokens]
+            prompt = ImagePrompt([max(token, 0) for token in tokens], self.images.placed(tokens))
         sequence = self.engine.prepare(
-            tokens, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix,
+            prompt, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix,
             constraint=self.grammars.constraint(*form) if form else None,
             breakers=self.tokenizer.sequences_with(params.breakers), owner=owner, adapters=adapters,
-            images=placed,
         )  # fmt: skip
         return Generation(self.thread, sequence, params, self.tokenizer, self.summary, reading)
 

@@ -47,8 +47,8 @@ class ImageReader:
     """The source of a model's images. Any thread may use it; one image at a time is encoded.
 
     encoder: of the model. decode: turns the bytes of a file into a picture, or raises InvalidRequestError.
-    scale: by which the model multiplies the rows of its embedding, though not those of images. cache_bytes: of
-    results to keep. max_tokens: the most tokens of an image; None: as its family has it.
+    scale: by which the model multiplies the rows of its embedding, though not those of images. cache_bytes:
+    of results to keep. max_tokens: the most tokens of an image; None: as its family has it.
     """
 
     def __init__(

@@ -140,7 +140,7 @@ def keys_of(identity: Identity, prefix: Prefix) -> list[bytes]:
 def _with_digests(tokens: Sequence[int], images: Mapping[int, bytes]) -> bytes:
     """Return the bytes of a block's tokens: -1 for the tokens of images, whose digests follow in order."""
     ids = dict.fromkeys(token for token in tokens if token < 0)
-    data = np.maximum(np.asarray(tokens, dtype="<i4"), -1).astype("<i4").tobytes()
+    data: bytes = np.maximum(np.asarray(tokens, dtype="<i4"), -1).astype("<i4").tobytes()
     return data + b"".join(images[id] for id in ids)
 
 

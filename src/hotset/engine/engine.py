@@ -25,7 +25,7 @@ from hotset.backends.base import BLOCK_SIZE, NO_ADAPTERS, AdapterScales, Backend
 from hotset.engine.batch import BatchBuilder
 from hotset.engine.blocks import Prefix
 from hotset.engine.counters import Counters
-from hotset.engine.images import ImageTokens, SequenceImages
+from hotset.engine.images import ImagePrompt, ImageTokens, SequenceImages
 from hotset.engine.kv_cache import NONE_THRESHOLDED
 from hotset.engine.pacing import PROMPT_SECONDS
 from hotset.engine.sampler import (
@@ -213,7 +213,7 @@ class Engine:
 
     def prepare(
         self,
-        prompt: Tokens[int] | np.ndarray,
+        prompt: Tokens[int] | np.ndarray | ImagePrompt,
         params: SamplingParams | None = None,
         *,
         stop_ids: Collection[int] = (),
@@ -222,18 +222,19 @@ class Engine:
         breakers: Iterable[Tokens[int]] = (),
         owner: Owner | None = None,
         adapters: AdapterScales | None = None,
-        images: Iterable[ImageTokens] = (),
     ) -> Sequence:
         """Return a checked sequence that generates after `prompt` once it is passed to `enqueue`.
 
         stop_ids: tokens that end the answer. reuse_prefix: False computes the whole prompt again. constraint:
         the form of the answer, which ends with "stop" when nothing may follow. breakers: see `Sampler`.
-        owner: the client. adapters: None: the default ones. images: they replace the tokens of the prompt at
-        their places, whatever the ids there. Raises ContextLengthError if the prompt and one
+        owner: the client. adapters: None: the default ones. Raises ContextLengthError if the prompt and one
         token do not fit, and InvalidRequestError if a token id is outside the vocabulary.
         """
         self.require_logits()
         params = params or SamplingParams()
+        images: Tokens[ImageTokens] = ()
+        if isinstance(prompt, ImagePrompt):
+            prompt, images = prompt
         tokens = self.checked(prompt)
         if len(tokens) >= self.n_ctx:
             raise ContextLengthError(
@@ -243,9 +244,8 @@ class Engine:
                 n_ctx=self.n_ctx,
             )
         forbidden = stop_ids if params.ignore_eos else ()
-        runs = tuple(images)
-        placed = SequenceImages(tokens, runs, self.max_batch) if runs else None
-        words = [token for token in tokens if token >= 0] if runs else tokens
+        placed = SequenceImages(tokens, images, self.max_batch) if images else None
+        words = [token for token in tokens if token >= 0] if images else tokens
         sampler = Sampler(params, self.backend.n_vocab, words, forbidden, constraint, breakers)
         n_tokens_max = self.n_ctx
         if params.max_tokens is not None:

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,10 +56,17 @@ class ImageTokens:
         """Return 32 bytes that depend on everything that the KV cache of these tokens depends on."""
         facts = (self.rows.shape, self.n_positions, self.grouped, self.positions is None)
         found = hashlib.blake2b(repr(facts).encode(), digest_size=32)
-        found.update(np.ascontiguousarray(self.rows))
+        found.update(self.rows.tobytes())
         if self.positions is not None:
-            found.update(np.ascontiguousarray(self.positions, np.int32))
+            found.update(self.positions.astype(np.int32).tobytes())
         return found.digest()
+
+
+class ImagePrompt(NamedTuple):
+    """A prompt with images. They replace the tokens at their places, whatever the ids there."""
+
+    tokens: Sequence[int]
+    images: Sequence[ImageTokens]
 
 
 class ImageIds:
@@ -148,7 +156,7 @@ class SequenceImages:
         return out
 
     def least(self, start: int) -> int:
-        """Return how many tokens from `start` on one step must compute at least: 1, or the rest of a group."""
+        """Return the fewest tokens from `start` on that a step can compute: 1, or the rest of a group."""
         return next((run.end - start for run in self._grouped if run.first <= start < run.end), 1)
 
     def chunk(self, start: int, n: int, room: int) -> int:

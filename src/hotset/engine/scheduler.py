@@ -114,17 +114,12 @@ class Scheduler:
             elif budget:
                 chunks.append((sequence, 1))
                 budget -= 1
-        if prompts and (images := prompts[0].images) is not None:
-            # The oldest prompt's image must fit next to the decoding sequences; otherwise some of them wait.
-            while chunks and budget < images.least(prompts[0].n_computed):
-                chunks.pop()
-                budget += 1
+        budget = _with_room_for_image(chunks, prompts, budget)
         share = self.prefill_budget.mixed if chunks else self.prefill_budget.pure
         of_row = self.prefill_budget.of_row(len(chunks))
         missing = [PrefillChunk(each.n_missing, self._weight_of(each, of_row)) for each in prompts]
         given = self._whole(missing, budget) if self._whole_texts else divide(missing, share, budget)
-        if any(sequence.images is not None for sequence in prompts):
-            given = _uncut(prompts, given, budget)
+        given = _uncut(prompts, given, budget)
         for sequence, n in zip(prompts, given, strict=True):
             if sequence.on_logits:  # the step returns whole rows of logits: bound their memory
                 n = min(n, max(sequence.first_output - sequence.n_computed, 0) + self._max_outputs)
@@ -463,11 +458,26 @@ class Scheduler:
             self.states.release(self._lent_states.pop())
 
 
+def _with_room_for_image(chunks: Chunks, prompts: list[Sequence], budget: int) -> int:
+    """Let decoding sequences wait for a step if the oldest prompt's image does not fit next to them.
+
+    chunks: of decoding sequences. budget: tokens that they leave. Returns the tokens that they leave then.
+    """
+    images = prompts[0].images if prompts else None
+    least = 0 if images is None else images.least(prompts[0].n_computed)
+    while chunks and budget < least:
+        chunks.pop()
+        budget += 1
+    return budget
+
+
 def _uncut(prompts: list[Sequence], given: list[int], room: int) -> list[int]:
     """Return how many tokens of each prompt a step computes, so that no group of an image is cut.
 
-    given: the tokens of each if there were no groups. room: tokens of all prompts; the oldest ones come first.
+    given: the tokens of each without groups. room: tokens of all prompts; the oldest come first.
     """
+    if all(sequence.images is None for sequence in prompts):
+        return given
     found = []
     for sequence, n in zip(prompts, given, strict=True):
         n = min(n, room)

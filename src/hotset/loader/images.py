@@ -27,9 +27,10 @@ def with_images(opened: Opened) -> Opened:
         return opened.with_images(None, "no_mmproj (--no-mmproj) leaves its projector out")
     found = named or projector_of(path)
     if found is None:
-        return opened.with_images(None, 
-            f"there is no projector next to {path.name}; put its mmproj file into the same folder, or name it "
-            "with mmproj (--mmproj)"
+        return opened.with_images(
+            None,
+            f"there is no projector next to {path.name}; put its mmproj file into the same folder, or name "
+            "it with mmproj (--mmproj)",
         )
     try:
         encoder = open_encoder(found, opened)
@@ -48,7 +49,7 @@ def with_images(opened: Opened) -> Opened:
 
 
 def open_encoder(path: Path, opened: Opened) -> ImageEncoder:
-    """Open an encoder for a model, whose threads it has as many as. Raises the errors of ImageEncoder.open."""
+    """Open an encoder for a model, with as many threads. Raises the errors of ImageEncoder.open."""
     from hotset.vision import ImageEncoder
 
     return ImageEncoder.open(path, n_embd=opened.config.n_embd, threads=opened.settings.n_threads)
@@ -71,6 +72,6 @@ def _obstacle(opened: Opened, encoder: ImageEncoder) -> str | None:
         return "an embedding model reads only text"
     if config.has_image_positions and settings.kv_type.startswith("q4_0"):
         return "keys in q4_0 have no rotary positions of images; use kv_type f16 or q8_0"
-    if device is None or device.images and encoder.causal and not config.has_image_positions:
+    if device is None or (device.images and encoder.causal and not config.has_image_positions):
         return None
     return f"{device.title} does not compute images of this family; use device='cpu'"

@@ -308,7 +308,7 @@ class ModelConfig:
         return bool(self.sections)
 
     def for_images(self, *, groups: bool) -> ModelConfig:
-        """Return the configuration for prompts with images. groups: the tokens of an image see one another."""
+        """Return the configuration for prompts with images. groups: tokens of an image see one another."""
         interleaved = ARCHITECTURES[self.architecture].interleaved_axes
         layers = []
         for layer in self.layers:

@@ -133,8 +133,8 @@ def with_axes(rope: Rope, sections: Sequence[int], *, interleaved: bool) -> Rope
     else:
         if sum(sections) < n:
             raise FormatError(
-                f"rope.dimension_sections has {sum(sections)} pairs of channels, and a head has {n}; the file "
-                "is damaged"
+                f"rope.dimension_sections has {sum(sections)} pairs of channels, and a head has {n}; the "
+                "file is damaged"
             )
         axes = np.repeat(np.arange(len(sections)), sections)[:n]
     return replace(rope, axes=tuple(axes.tolist()))

@@ -180,11 +180,7 @@ def _models(files: list[HubFile]) -> tuple[dict[str, list[HubFile]], str | None]
     problem = None
     for path in sorted(by_path):
         name = PurePosixPath(path).name.lower()
-        if (
-            not name.endswith(".gguf")
-            or store.is_part(name)
-            or "imatrix" in name
-        ):
+        if not name.endswith(".gguf") or store.is_part(name) or "imatrix" in name:
             continue
         parts = [part.as_posix() for part in store.shards(Path(path))]
         if (path != parts[0] and parts[0] in by_path) or type_of(name) not in _PRECISION:

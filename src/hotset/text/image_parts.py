@@ -27,7 +27,7 @@ _SOURCES = ("image", "path", "url", "base64", "data", "bytes")  # fields of Hugg
 
 def is_image(part: Any) -> bool:
     """Return whether a part of a message is an image."""
-    return isinstance(part, Mapping) and part.get("type") in KINDS
+    return isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in KINDS
 
 
 def given_image(part: Mapping[str, Any], *, local: bool = True) -> GivenImage | None:
@@ -38,12 +38,14 @@ def given_image(part: Mapping[str, Any], *, local: bool = True) -> GivenImage | 
     """
     if not is_image(part):
         return None
-    if isinstance(source := part.get("source"), Mapping):  # Anthropic's form
+    source = part.get("source")
+    if isinstance(source, Mapping):  # Anthropic's form
         if source.get("type") == "base64":
             return GivenImage(from_base64(source.get("data")))
         if source.get("type") == "url":
             return _from_address(source.get("url"), "auto", local=False)
-        raise InvalidRequestError(f"the source of an image must be base64 or url, not {_type_of(source)}")
+        kind = shown(source.get("type"))
+        raise InvalidRequestError(f"the source of an image must be base64 or url, not {kind}")
     if "image_url" in part:  # OpenAI's forms
         given, detail = part["image_url"], part.get("detail")
         if isinstance(given, Mapping):
@@ -85,11 +87,14 @@ def checked_detail(given: Any) -> Detail:
             return detail
     if given in (None, ""):
         return "auto"
-    raise InvalidRequestError(f"the detail of an image must be one of {', '.join(DETAILS)}, not {shown(given)}")
+    names = ", ".join(DETAILS)
+    raise InvalidRequestError(f"the detail of an image must be one of {names}, not {shown(given)}")
 
 
 def from_base64(given: Any) -> bytes:
-    """Return the bytes of a base64 text, with or without the head of a data URL. Raises InvalidRequestError."""
+    """Return the bytes of a base64 text, after the head of a data URL if it has one.
+
+    Raises InvalidRequestError."""
     if not isinstance(given, str) or not given:
         raise InvalidRequestError("the data of an image must be a text in base64")
     head = _DATA_URL.match(given)
@@ -134,7 +139,3 @@ def _saved(image: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG", compress_level=1)
     return file.getvalue()
-
-
-def _type_of(source: Mapping[str, Any]) -> str:
-    return shown(source.get("type"))

@@ -134,7 +134,9 @@ class ImageSource(Protocol):
     def plain_marker(self) -> str: ...
 
     def pieces(self, image: GivenImage) -> Sequence[str | int]:
-        """Return the image's place in a prompt: texts, and counts of its tokens. Raises InvalidRequestError."""
+        """Return the image's place in a prompt: texts, and counts of its tokens.
+
+        Raises InvalidRequestError."""
         ...
 
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from hotset.backends.decoded import DecodedWeights
 from hotset.backends.base import ImageRows
+from hotset.backends.decoded import DecodedWeights
 from hotset.backends.torch.functions import (
     activate,
     add_streams,
