@@ -46,7 +46,7 @@ from hotset.parameters import whole_number
 from hotset.sampling_parameters import Sampling
 from hotset.settings import LoadSettings, ModelPath, taking
 from hotset.sparsity.taps import of_backend, whole
-from hotset.text.image_text import PromptTokens, images_of
+from hotset.text.image_text import PromptTokens, images_of, with_noted_results
 from hotset.text.messages import BY_LAST_ROLE
 
 if TYPE_CHECKING:
@@ -192,6 +192,8 @@ class Model:
         self.engine.require_logits()
         checked, more = checked_messages(messages), template_variables(variables or {})
         images = self.images
+        if images is None:
+            checked = with_noted_results(checked)
         if images is None and any(images_of(message["content"]) for message in checked):
             raise InvalidRequestError(f"this model reads only text: {self.decided.blind}")
         opening = Opening(add_generation_prompt, continue_final_message)

@@ -63,7 +63,7 @@ def check_part(part: Any) -> Any:
 def note_of(part: Any) -> str:
     """Return the note that replaces a part of a tool's result that no model here reads; "" for others."""
     kind = _kind_of(part)
-    return f"[{kind.removeprefix('input_')}: this model cannot read it]" if kind else ""
+    return f"[{kind.removeprefix('input_')}: this model reads only text]" if kind else ""
 
 
 async def with_model(http: Request, problem: Problem, model: str | None) -> Problem:
@@ -75,7 +75,7 @@ async def with_model(http: Request, problem: Problem, model: str | None) -> Prob
         name = f"the model {await name_of(http, model)!r}" if model else await _served(http)
     except RequestError as error:
         return problem_of(error)
-    return replace(problem, message=f"{problem.message}: {name} cannot read or write it")
+    return replace(problem, message=f"{problem.message}: {name} reads and writes only text")
 
 
 class ModelNamed(BaseModel):

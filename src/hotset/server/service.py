@@ -442,7 +442,8 @@ def _conversation(
     model: Model, request: AnswerRequest, messages: Sequence[Mapping[str, Any]], settings: ServerSettings
 ) -> tuple[Output, Fitted]:
     """Return the form of the answer, and the prompt, without its oldest turns if the request allows that."""
-    messages = with_fetched(messages, settings)
+    if model.images is not None:
+        messages = with_fetched(messages, settings)
     use = ToolUse(request.tools, request.tool_choice, request.parallel_tool_calls)
     variables = {**request.thinking.variables, **request.template}
     output = output_of(model.output_form, request.params, messages, request.opening, use, variables)

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 Detail = Literal["auto", "low", "high"]
 DETAILS: tuple[Detail, ...] = ("auto", "low", "high")
+NOTE = "[image: this model reads only text]"
 NO_TOKEN = -1  # in place of the token ids of images
 
 _MARK = f"{secrets.randbits(64):020}"  # of this process, so that no client can guess a placeholder
@@ -73,15 +74,17 @@ def joined(separator: str, texts: Iterable[str]) -> str:
     return ImageText(whole, images) if images else whole
 
 
-def with_images(text: str, *others: Any) -> str:
-    """Return a text that was made from others, with their images."""
-    images = {name: image for other in others for name, image in images_of(other).items() if name in text}
-    return ImageText(text, images) if images else text
+def with_noted_results(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages in which a note replaces each image of a tool's result.
 
-
-def with_notes(text: str) -> str:
-    """Return the text with a note in place of each image, for people."""
-    return _PLACEHOLDER.sub("[image]", text)
+    A program that calls tools must not fail at each later request because a result has an image.
+    """
+    return [
+        {**message, "content": _PLACEHOLDER.sub(NOTE, str(message["content"]))}
+        if message.get("role") == "tool" and images_of(message.get("content"))
+        else message
+        for message in messages
+    ]
 
 
 def split(text: str) -> list[str]:

@@ -330,7 +330,7 @@ def conversation(instructions: str | None, items: str | list[Item]) -> list[Turn
 
 def _result(item: ClientOutputItem) -> str:
     text = result_text(item.output)
-    return f"Error: {text}" if item.status == "failed" else text
+    return joined(" ", ["Error:", text]) if item.status == "failed" else text
 
 
 def _joined(content: str | list[Any]) -> str:
