@@ -205,6 +205,8 @@ class Model:
         """Return the token ids of a prompt of `generate`. Raises InvalidRequestError, ContextLengthError."""
         if isinstance(prompt, str):
             return self.tokenizer.encode_prompt(prompt, parse_special, most=self.n_ctx)
+        if isinstance(prompt, PromptTokens) and self.images is not None:
+            return prompt
         return self.engine.checked(list(prompt) if isinstance(prompt, Iterator) else prompt)
 
     # ---- generation ----

@@ -133,6 +133,7 @@ _LOAD_OPTIONS: dict[str, Any] = {
     "thresholds": Annotated[Path | None, load_option("thresholds", dir_okay=False)],
     "draft": Annotated[str | None, load_option("draft", metavar="MODEL")],
     "lookup": Annotated[Path | None, load_option("lookup", **_FILE)],
+    "mmproj": Annotated[Path | None, load_option("mmproj", **_FILE)],
     "lora": Annotated[list[str] | None, load_option("lora", metavar="FILE[:SCALE]")],
     "chat_template": Annotated[str | None, load_option("chat_template", metavar="NAME|TEXT")],
     "cache_dir": Annotated[Path | None, load_option("cache_dir", file_okay=False)],
@@ -436,8 +437,13 @@ class TemplateOptions(LoadOptions):
         }
 
 
+@_with("mmproj", "no_mmproj", "image_max_tokens", "image_cache")
+class ImageOptions(LoadOptions):
+    """Options for a model's images."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class AnswerOptions(TemplateOptions, PromptCacheOptions, SpeculationOptions, ModelOptions):
+class AnswerOptions(ImageOptions, TemplateOptions, PromptCacheOptions, SpeculationOptions, ModelOptions):
     """Options for loading a model that generates answers."""
 
 

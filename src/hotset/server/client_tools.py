@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, field_validator
 
 from hotset.errors import InvalidRequestError
 from hotset.server.modalities import note_of
+from hotset.server.rows import Body, Row, Text, having
 from hotset.text.image_parts import given_image
 from hotset.text.image_text import NOTE, joined, text_of_image
-from hotset.server.rows import Body, Row, Text, having
 
 Json = dict[str, Any]
 
