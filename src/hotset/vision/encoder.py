@@ -77,7 +77,7 @@ class ImageEncoder:
         backend = self._backend
         if backend is None:
             return weights
-        n_patches = max(self.config.most * self.config.merge**2, backend.max_batch)
+        n_patches = max(self.config.most // self.config.patch**2, backend.max_batch)
         cache = 2 * 4 * self.config.tower.n_embd * backend.n_blocks * BLOCK_SIZE
         return weights + (backend.workspace_bytes + cache) * n_patches // backend.max_batch
 

@@ -151,20 +151,29 @@ def _whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
 
 
 def _free(config: VisionConfig, height: int, width: int, detail: Detail, max_tokens: int | None) -> Scaled:
-    """Return the sizes of Qwen-VL: whole tokens, between `least` and `most` of them."""
+    """Return the sizes of Qwen-VL: whole tokens, of `least` to `most` pixels."""
     side = config.token_side
     if max(height, width) > _MOST_RATIO * min(height, width):
         raise InvalidRequestError(
             f"an image of {width} x {height} pixels is too narrow: one side may be at most {_MOST_RATIO} "
             "times the other"
         )
-    most = min(config.most, LOW_TOKENS if detail == "low" else config.most, max_tokens or config.most)
-    most, least = most * side**2, min(config.least, most) * side**2
+    most = min(config.most, LOW_TOKENS * side**2) if detail == "low" else config.most
     rows, columns = round(height / side), round(width / side)
     if rows * columns * side**2 > most:
-        factor = math.sqrt(height * width / most)
-        rows, columns = (max(1, math.floor(n / factor / side)) for n in (height, width))
-    elif rows * columns * side**2 < least:
-        factor = math.sqrt(least / (height * width))
+        rows, columns = _smaller(height, width, side, most)
+    elif rows * columns * side**2 < config.least:
+        factor = math.sqrt(config.least / (height * width))
         rows, columns = (math.ceil(n * factor / side) for n in (height, width))
+    if max_tokens is not None and rows * columns > max_tokens > 0:
+        rows, columns = _smaller(height, width, side, max_tokens * side**2)
+        rows = min(rows, max(max_tokens // columns, 1))
+        columns = min(columns, max_tokens // rows)
     return Scaled(((rows * side, columns * side),))
+
+
+def _smaller(height: int, width: int, side: int, most: int) -> tuple[int, int]:
+    """Return rows and columns of tokens with at most `most` pixels, or more if one of them would be 0."""
+    factor = math.sqrt(height * width / most)
+    rows, columns = (max(1, math.floor(n / factor / side)) for n in (height, width))
+    return rows, columns

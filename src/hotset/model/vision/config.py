@@ -68,8 +68,8 @@ class VisionConfig:
 
     projector: the family's name. tower: the transformer; its vocabulary are the learned positions. patch:
     pixels per side of a patch. merge: patches per side of an image token. side: pixels per side of a square
-    image or tile. longest: pixels of the longer side of an image in tiles. least, most: image tokens of a
-    free size. window: patches per side of a window of attention; 0: none. mean, std: of the channels of a
+    image or tile. longest: pixels of the longer side of an image in tiles. least, most: pixels of an image of
+    a free size. window: patches per side of a window of attention; 0: none. mean, std: of the channels of a
     pixel between 0 and 1. n_out: width of the text model's embedding.
     """
 
@@ -82,7 +82,7 @@ class VisionConfig:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     longest: int = 0
-    least: int = 1
+    least: int = 0
     most: int = 0
     window: int = 0
 
@@ -136,8 +136,8 @@ def config_of_encoder(gguf: GGUFFile, tensors: Mapping[str, TensorInfo]) -> Visi
         longest = keys.integer("vision.preproc_image_size", side, 1 << 14, side)
     elif family.sizes == "free":
         area = (patch * merge) ** 2
-        least = max(keys.integer("vision.image_min_pixels", 1, 1 << 30, 8 * area) // area, 1)
-        most = max(keys.integer("vision.image_max_pixels", 1, 1 << 30, 4096 * area) // area, least)
+        least = keys.integer("vision.image_min_pixels", 1, 1 << 30, 8 * area)
+        most = max(keys.integer("vision.image_max_pixels", area, 1 << 30, 4096 * area), least)
     if projector == "qwen2.5vl_merger":
         window = keys.integer("vision.window_size", patch * merge, 1 << 14, 112) // (patch * merge) * merge
     return VisionConfig(
