@@ -45,7 +45,7 @@ def with_images(opened: Opened) -> Opened:
         if named is not None:
             raise
         warnings.warn(f"the model gets no images: {error}", stacklevel=2)
-        return opened.with_images(None, str(error))
+        return opened.with_images(None, str(error).replace(str(found), found.name))  # clients may read it
 
 
 def open_encoder(path: Path, opened: Opened) -> ImageEncoder:
