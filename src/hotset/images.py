@@ -47,8 +47,8 @@ class ImageReader:
     """The source of a model's images. Any thread may use it; one image at a time is encoded.
 
     encoder: of the model. decode: turns the bytes of a file into a picture, or raises InvalidRequestError.
-    scale: by which the model multiplies the rows of its embedding, though not those of images. cache_bytes:
-    of results to keep. max_tokens: the most tokens of an image; None: as its family has it.
+    scale: the model multiplies embeddings of tokens by it, but not rows of images. cache_bytes: of results
+    to keep. max_tokens: the most tokens of an image; None: as its family has it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ImageReader:
     ) -> None:
         self._encoder, self._decode, self._scale = encoder, decode, scale
         self._cache_bytes, self._max_tokens = cache_bytes, max_tokens
-        self._counts = ImageCounts()
+        self._counts, self._closed = ImageCounts(), False
         self._guard = threading.Lock()  # of the attributes below and the counts
         self._encoding = threading.Lock()  # held while the encoder computes
         self._layouts: OrderedDict[bytes, tuple[bytes, Layout]] = OrderedDict()  # and the picture's digest
@@ -109,7 +109,9 @@ class ImageReader:
         return found
 
     def close(self) -> None:
-        """Free the encoder and the kept images; safe to call twice."""
+        """End the encoder's step, and free it and the kept images; safe to call twice."""
+        self._closed = True
+        self._encoder.cancel()
         with self._encoding:
             self._encoder.close()
         with self._guard:
@@ -161,6 +163,8 @@ class ImageReader:
                     self._encoded.move_to_end(key)
                     self._pictures.pop(image.key, None)
                     return known
+            if self._closed:
+                raise InvalidRequestError("the model has been closed; load it again")
             began = time.perf_counter()
             rows = self._encoder.encode(self._picture(image), image.detail, self._max_tokens)
             runs = _divided(np.asarray(rows, np.float32) / np.float32(self._scale), layout, self._encoder)

@@ -1,4 +1,4 @@
-"""Prompts with images: the same bits alone, batched, chunked, preempted, cached and after a restart."""
+"""Prompts with images: the same bits in any batch and chunks, preempted, cached and after a restart."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def bits(found: Completion) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(scope="module")
 def expected(path: Path) -> list[list[tuple[Any, ...]]]:
-    """Return the bits of each question, computed alone, in one chunk and without reuse."""
+    """Return the bits of each question, computed without others, in one chunk and without reuse."""
     found = []
     for messages in QUESTIONS:
         with load(path) as model:

@@ -66,6 +66,9 @@ class StandInEncoder:
         n = self.layout(picture, detail, max_tokens).n_tokens
         return np.random.default_rng(seed).standard_normal((n, self.n_embd)).astype(np.float32)
 
+    def cancel(self) -> None:
+        """Do nothing: it encodes at once."""
+
     def close(self) -> None:
         self.closed = True
 

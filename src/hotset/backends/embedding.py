@@ -27,7 +27,7 @@ def lookup(weights: WeightSource, op: Embed, batch: Batch) -> np.ndarray:
 
 
 def with_images(op: Embed, rows: np.ndarray, batch: Batch) -> np.ndarray:
-    """Return embedding rows [n_tokens, width] with the rows of images in place of those of their tokens.
+    """Return embedding rows [n_tokens, width] in which rows of images replace their tokens' rows.
 
     Raises InvalidRequestError for rows of images that do not fit.
     """

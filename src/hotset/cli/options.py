@@ -333,8 +333,13 @@ class CacheTypeOptions(LoadOptions):
         return super().fields() | own
 
 
+@_with("mmproj", "no_mmproj", "image_max_tokens", "image_cache")
+class ImageOptions(LoadOptions):
+    """Options for a model's images."""
+
+
 @_with("n_ctx", "n_seqs", "max_batch", "n_threads")
-class PlanOptions(PlacementOptions, SparsityOptions, CacheTypeOptions):
+class PlanOptions(ImageOptions, PlacementOptions, SparsityOptions, CacheTypeOptions):
     """Options for a plan: the computed neurons and their placement."""
 
 
@@ -435,11 +440,6 @@ class TemplateOptions(LoadOptions):
         return super().fields() | {
             "chat_template": read_small_text(self.chat_template_file, MAX_SOURCE_CHARS)
         }
-
-
-@_with("mmproj", "no_mmproj", "image_max_tokens", "image_cache")
-class ImageOptions(LoadOptions):
-    """Options for a model's images."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,9 +174,9 @@ class SequenceImages:
 
 
 def _rotary_positions(n: int, runs: Sequence[ImageTokens]) -> tuple[np.ndarray | None, int]:
-    """Return the rotary positions of n tokens, int32 [n, N_AXES], and those of later tokens minus the index.
+    """Return the rotary positions of n tokens, int32 [n, N_AXES], and the shift of later tokens' positions.
 
-    The positions are None if they are the indices.
+    The positions are None if they equal the indices. A later token has its index plus the shift.
     """
     if all(run.positions is None for run in runs):
         return None, 0

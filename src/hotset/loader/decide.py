@@ -65,7 +65,7 @@ class Opened:
     blind: str = ""
 
     def with_images(self, images: ImageReader | None, blind: str = "") -> Opened:
-        """Return the same file with the reader of its images, or the reason that there is none."""
+        """Return the same file with the reader of its images, or with the reason why it has no reader."""
         config = self.config if images is None else self.config.for_images(groups=images.grouped)
         return replace(self, config=config, images=images, blind=blind)
 
@@ -194,12 +194,13 @@ class Decided:
 
     def with_predictor(self, choice: Choice, weights: Overlay, predictor: Predictor) -> Decided:
         """Return the same model with a predictor, whose tensors are among `weights`."""
-        changed = self.changed(choice=choice, weights=weights, notes=[], predictor=predictor)
+        changed = self.changed(choice=choice, weights=weights, notes=[], predictor=predictor, images=None)
         return replace(changed, cost=Cost(changed.graph, weights.tensors))
 
     def with_thresholds(self, thresholds: Thresholds) -> Decided:
         """Return the same model with activation thresholds, in addition to its mode."""
-        return self.changed(choice=replace(self.choice, mode="threshold", thresholds=thresholds))
+        choice = replace(self.choice, mode="threshold", thresholds=thresholds)
+        return self.changed(choice=choice, images=None)
 
     def changed(self, **changes: Any) -> Decided:
         """Return a copy with changed facts, and the graph that they describe."""
@@ -258,8 +259,8 @@ def ram_limit(settings: LoadSettings, n_bytes: int, free: float, reserved: int =
         limit = int(budget * 2**30) - reserved
         if limit <= 0:
             raise OutOfMemoryError(
-                f"what drafts needs {human_size(reserved)} of the RAM budget, which leaves nothing for the "
-                "model; raise the budget, or choose a smaller draft model"
+                f"the draft model, adapters and images need {human_size(reserved)} of the RAM budget, which "
+                "leaves nothing for the model; raise the budget, or choose a smaller draft model or image_cache"
             )
         return limit
     if settings.is_reference or n_bytes <= free:

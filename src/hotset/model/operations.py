@@ -177,7 +177,7 @@ class Embed(Operation):
     """out[t] = row tokens[t] of `weight`.
 
     For learned positions it is row positions[t] + first_row, for token types row 0: the type of a text's
-    first part. replaceable: rows of images replace those of their tokens (Batch.image_rows).
+    first part. replaceable: rows of images replace their tokens' rows (Batch.image_rows).
     """
 
     out: Value

@@ -19,7 +19,7 @@ _COMMON = frozenset({"mmproj", "model", "gguf", "vision", "proj"})  # words that
 
 
 def is_projector(name: str) -> bool:
-    """Return whether a file's name is that of a projector."""
+    """Return whether a name belongs to a projector's file."""
     file = PurePosixPath(name).name
     return name.lower().endswith(".gguf") and store.is_part(file) and not file.endswith(store.SIDECAR_SUFFIX)
 

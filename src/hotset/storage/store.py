@@ -95,7 +95,7 @@ def shards(path: Path) -> list[Path]:
 def complete_models(folder: Path) -> list[Path]:
     """Return the models below `folder`: the first file of each, if all its shards are there.
 
-    Projectors (storage/projectors.py) belong to models, and are none themselves.
+    Projectors (storage/projectors.py) belong to models and are left out.
     """
     found = []
     for path in sorted(folder.rglob("*.gguf")):

@@ -127,7 +127,7 @@ def _from_file(path: Path) -> bytes:
     try:
         return read_small_file(path, MOST_BYTES)
     except FileNotFoundError:
-        raise InvalidRequestError(f"there is no image {path}") from None
+        raise InvalidRequestError(f"the image {path} does not exist") from None
     except FormatError as error:
         raise InvalidRequestError(str(error).removesuffix(".")) from None
 

@@ -1,8 +1,8 @@
 """Images among the text of a message.
 
-A content with images is an ImageText: a text in which a random placeholder stands for each image. Everything
-between a request and the chat template treats it as text. Then each placeholder becomes what the template
-writes for an image (`text/messages.py`), and that becomes the image's tokens.
+A content with images is an ImageText: a text with a random placeholder for each image. All code between a
+request and the chat template treats it as text. Then the template's text for an image replaces each
+placeholder (`text/messages.py`), and the image's tokens replace that text.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def placeholders_in(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class ImageSource(Protocol):
-    """What a model's encoder makes of images.
+    """A source of the places that images have in a prompt.
 
     marker: the text that published chat templates of its family write for an image. plain_marker: a text with
     `marker` in it for a template that knows no images.

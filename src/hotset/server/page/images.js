@@ -3,7 +3,7 @@
 
 import { h } from "./dom.js";
 
-const MOST_BYTES = 300 << 10; // of an image that is sent as it is: the browser stores few megabytes of conversations
+const MOST_BYTES = 300 << 10; // of an image that is sent unchanged: the browser stores few megabytes of conversations
 const LONGEST_SIDE = 1536; // pixels of a larger one
 const THUMBNAIL = 160; // pixels of its longest side
 const URL_FORM = /^data:image\/(?:png|jpeg|webp|gif);base64,[A-Za-z0-9+/]+={0,2}$/;

@@ -141,7 +141,7 @@ function joined(first, second) {
   return [...asParts(first), ...asParts(second)];
 }
 
-/** Return the messages of a conversation for a request. contentOf(message): what the model reads, a text or parts. */
+/** Return the messages of a conversation for a request. contentOf(message): its text or parts for the model. */
 export function sentMessages(system, messages, contentOf) {
   const sent = system ? [{ role: "system", content: system }] : [];
   // Drop a question without an answer: many templates refuse two questions in a row. Messages that became adjacent by a
