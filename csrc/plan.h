@@ -64,7 +64,8 @@ struct StepTokens {
     int n_outputs = 0;
     int max_kv_blocks = 0;
     std::vector<int32_t> tokens, positions, sequences, kv_blocks, outputs;
-    std::vector<int32_t> groups;       // per token: the first position of its group, one past the last; empty: none
+    std::vector<int32_t>
+        groups;  // per token: the first position of its group, one past the last; empty: none
     std::vector<TokenTile> stretches;  // all tokens, split at each change of sequence
     int n_positions = 0;               // one past the largest position
     std::vector<uint8_t> thresholded;  // per token: whether its small values count as zero
@@ -245,7 +246,7 @@ class Plan {
         int n_adapters = 0;       // columns of `scales`
         int n_axes = 0;           // columns of StepPlaces::rotary that a RoPE reads
         bool needs_groups = false;
-        int n_joined = 1;  // tokens of the step up to each output, which it joins
+        int n_joined = 1;         // tokens of the step up to each output, which it joins
         int64_t image_width = 0;  // of the rows that replace embeddings; 0: none can
     };
     Limits& limits() { return limits_; }
@@ -256,10 +257,10 @@ class Plan {
 
     // Run one step. Arrays are as in backends/base.py. thresholded: null for none. states, saves: null if no
     // operation has a state. scales: [n_sequences][limits().n_adapters], null if that is 0. The caller must
-    // have checked every index. images: null for none. poll: null, or a function that this thread calls every 10 ms to ask whether
-    // to cancel. Returns false if the step was cancelled. Buffers, the cache at the step's positions and the
-    // saved states are then undefined; the next step runs normally. Throws std::logic_error, before any
-    // computation, if an operation breaks its contract (see Op).
+    // have checked every index. images: null for none. poll: null, or a function that this thread calls every
+    // 10 ms to ask whether to cancel. Returns false if the step was cancelled. Buffers, the cache at the
+    // step's positions and the saved states are then undefined; the next step runs normally. Throws
+    // std::logic_error, before any computation, if an operation breaks its contract (see Op).
     bool run(const Poll* poll, const int32_t* tokens, const int32_t* positions, const int32_t* sequences,
              int n_tokens, const int32_t* kv_blocks, int n_sequences, int max_kv_blocks,
              const int32_t* outputs, int n_outputs, const uint8_t* thresholded = nullptr,

@@ -260,7 +260,8 @@ def ram_limit(settings: LoadSettings, n_bytes: int, free: float, reserved: int =
         if limit <= 0:
             raise OutOfMemoryError(
                 f"the draft model, adapters and images need {human_size(reserved)} of the RAM budget, which "
-                "leaves nothing for the model; raise the budget, or choose a smaller draft model or image_cache"
+                "leaves nothing for the model; raise the budget, or lower image_cache, or choose a smaller "
+                "draft model"
             )
         return limit
     if settings.is_reference or n_bytes <= free:
