@@ -323,6 +323,7 @@ class Model:
         form = (*params.form, reading.around, reading.begun) if params.form else None
         prompt: list[int] | ImagePrompt = tokens
         if isinstance(tokens, PromptTokens) and self.images is not None:
+            self.engine.require_room(len(tokens))  # before anything is encoded
             prompt = ImagePrompt([max(token, 0) for token in tokens], self.images.placed(tokens))
         sequence = self.engine.prepare(
             prompt, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix,

@@ -13,7 +13,7 @@ from stand_in_encoder import StandInEncoder, asks, file_of, give_images
 
 import hotset
 from hotset.backends.base import BLOCK_SIZE
-from hotset.errors import InvalidRequestError
+from hotset.errors import ContextLengthError, InvalidRequestError
 from hotset.generation import Completion
 
 SMALL, LARGE, OTHER = file_of(8, 12, 1), file_of(20, 32, 2), file_of(8, 12, 3)
@@ -225,3 +225,41 @@ def test_a_closed_model_closes_its_encoder(path: Path):
     with load(path) as model:
         encoder: StandInEncoder = give_images(model)
     assert encoder.closed
+
+
+def test_a_prompt_that_does_not_fit_encodes_nothing(model: hotset.Model):
+    encoder = give_images(model)
+    for n in (1, 4):
+        with pytest.raises(ContextLengthError):
+            ask(model, [asks(*[file_of(40, 52, i) for i in range(n)])])
+    assert encoder.n_encoded == 0
+
+
+def test_tokens_of_an_image_that_see_one_another_are_never_cut(path: Path):
+    """Check that a step has whole images, also next to decoding sequences, and that a larger one fails."""
+    with load(path, max_batch=48) as model:
+        give_images(model, causal=False)
+        seen: list[Any] = []
+        step = model.backend.step
+
+        def noted(batch: Any) -> Any:
+            if batch.groups is not None:
+                first, last = batch.groups.T
+                same = batch.sequences[:, None] == batch.sequences
+                inside = (batch.positions >= first[:, None]) & (batch.positions < last[:, None]) & same
+                seen.append((inside.sum(axis=1) == last - first).all())
+            return step(batch)
+
+        model.backend.step = noted  # type: ignore[method-assign]
+        how = hotset.SamplingParams(temperature=0, max_tokens=40, logit_bias=PRINTABLE)
+        image = file_of(8, 23, 5)  # 46 tokens: with three decoding sequences they have no room in a step
+        prompts = [[{"role": "user", "content": f"{n}"}] for n in range(3)] + [[asks("And ", image, "?")]]
+        running = [model.prepare(model.encode_chat(messages), how) for messages in prompts]
+        for each in running:
+            model.thread.submit(each.sequence)
+        for each in running:
+            each.finish()
+        assert seen
+        assert all(seen)
+        with pytest.raises(InvalidRequestError, match="max_batch=49"):
+            ask(model, [asks(file_of(14, 14))])

@@ -20,7 +20,7 @@ from hotset.formats.gguf import open_gguf
 from hotset.formats.powerinfer import GPUIndex, write_gpu_index
 from hotset.loader.build import open_model, plan_model
 from hotset.loader.decide import Reserved
-from hotset.loader.images import with_images
+from hotset.loader.images import image_bytes, with_images
 from hotset.memory import free_memory
 from hotset.placement.cards import DEFAULT, DEFAULT_LINK, Card, find_card
 from hotset.placement.detect import detect_gpu
@@ -140,8 +140,7 @@ def _decide(path: Path, settings: LoadSettings, card: Card | None) -> tuple[Plac
         if card is not None:
             opened = replace(opened, settings=settings, devices=(card,))
         with with_images(opened) as seeing:
-            images = 0 if seeing.images is None else seeing.images.nbytes
-            decided = plan_model(seeing, reserved=Reserved(images=images))
+            decided = plan_model(seeing, reserved=Reserved(images=image_bytes(seeing)))
         decided.weights.close()
     free = free_memory() / 2**30
     if decided.placement is None and decided.ram is None and math.isfinite(free):

@@ -236,13 +236,7 @@ class Engine:
         if isinstance(prompt, ImagePrompt):
             prompt, images = prompt
         tokens = self.checked(prompt)
-        if len(tokens) >= self.n_ctx:
-            raise ContextLengthError(
-                f"the prompt has {len(tokens)} tokens and leaves no room for an answer in the context of "
-                f"{self.n_ctx}; shorten it or load the model with a larger n_ctx",
-                n_tokens=len(tokens),
-                n_ctx=self.n_ctx,
-            )
+        self.require_room(len(tokens))
         forbidden = stop_ids if params.ignore_eos else ()
         placed = SequenceImages(tokens, images, self.max_batch) if images else None
         words = [token for token in tokens if token >= 0] if images else tokens
@@ -339,6 +333,16 @@ class Engine:
             self.scheduler.waiting.append(sequence)
             self._next_deadline = min(self._next_deadline, sequence.deadline)
         return sequence
+
+    def require_room(self, n_tokens: int) -> None:
+        """Raise ContextLengthError if a prompt of n_tokens and one token of an answer do not fit."""
+        if n_tokens >= self.n_ctx:
+            raise ContextLengthError(
+                f"the prompt has {n_tokens} tokens and leaves no room for an answer in the context of "
+                f"{self.n_ctx}; shorten it or load the model with a larger n_ctx",
+                n_tokens=n_tokens,
+                n_ctx=self.n_ctx,
+            )
 
     def require_logits(self) -> None:
         """Raise InvalidRequestError if the model is an encoder, which computes no logits."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotset.errors import HotsetError, UnsupportedModelError
-from hotset.images import ImageReader
+from hotset.images import PICTURE_BYTES, ImageReader
 from hotset.loader.decide import Opened
 from hotset.storage.projectors import projector_of
 
@@ -46,6 +46,22 @@ def with_images(opened: Opened) -> Opened:
             raise
         warnings.warn(f"the model gets no images: {error}", stacklevel=2)
         return opened.with_images(None, str(error).replace(str(found), found.name))  # clients may read it
+
+
+def image_bytes(opened: Opened) -> int:
+    """Return the bytes of memory for a model's images, estimated by the file if it is not open yet."""
+    settings = opened.settings
+    if opened.images is not None:
+        return opened.images.nbytes
+    if opened.blind or settings.no_mmproj:
+        return 0
+    path = settings.mmproj or projector_of(opened.gguf.path)
+    if path is None:
+        return 0
+    try:
+        return Path(path).stat().st_size + settings.image_cache_bytes + PICTURE_BYTES
+    except OSError:  # reported when it is opened
+        return 0
 
 
 def open_encoder(path: Path, opened: Opened) -> ImageEncoder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hotset.loader.adapters import adapter_bytes
 from hotset.loader.decide import Opened, Reserved
+from hotset.loader.images import image_bytes
 from hotset.loader.speculate import drafting_bytes
 
 
@@ -13,5 +14,4 @@ def reserved_for(opened: Opened) -> Reserved:
     Raises UnsupportedModelError if `speculate` is "mtp" and the file lacks such a layer, and the errors of
     `open_model` for a draft model.
     """
-    images = 0 if opened.images is None else opened.images.nbytes
-    return Reserved(drafting_bytes(opened), adapter_bytes(opened.settings), images)
+    return Reserved(drafting_bytes(opened), adapter_bytes(opened.settings), image_bytes(opened))

@@ -13,12 +13,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from hotset.errors import InvalidRequestError
+from hotset.errors import ContextLengthError, InvalidRequestError
 from hotset.parameters import shown
 from hotset.text.chat import ChatTemplate
 from hotset.text.folding import AS_TEXT, Folding, folded
 from hotset.text.image_text import (
     NO_TOKEN,
+    NOTE,
     GivenImage,
     ImageSource,
     PlacedImage,
@@ -133,7 +134,7 @@ def encoded(
     given = {name: image for message in messages for name, image in images_of(message["content"]).items()}
     first = tokenizer.text_bos_id
     if given and images is not None:
-        return _encoded_with_images(split(text), given, images, ids_of, first)
+        return _encoded_with_images(split(text), given, images, ids_of, first, most)
     tokens = ids_of(text)
     # Most templates write BOS themselves, and it must occur only once.
     if first is not None and tokens[:1] != [first]:
@@ -147,10 +148,12 @@ def _encoded_with_images(
     source: ImageSource,
     ids_of: Callable[[str, bool], list[int]],
     bos_id: int | None,
+    most: int,
 ) -> PromptTokens:
     """Return the ids of a rendered conversation. parts: texts, and placeholders of images, in turn.
 
-    A text between the tokens of two images is encoded as a whole, as between two special tokens.
+    A text between the tokens of two images is encoded as a whole, as between two special tokens. Raises
+    ContextLengthError before it decodes an image after `most` tokens.
     """
     tokens, placed = PromptTokens(), []
     text = ""
@@ -158,6 +161,13 @@ def _encoded_with_images(
         if i % 2 == 0:
             text += part
             continue
+        if len(tokens) > most:
+            raise ContextLengthError(
+                f"the images have more than {len(tokens)} tokens, which do not fit in the context of {most}; "
+                "send fewer or smaller images, or load the model with a larger n_ctx",
+                n_tokens=len(tokens),
+                n_ctx=most,
+            )
         firsts = []
         for piece in source.pieces(given[part]):
             if isinstance(piece, str):
@@ -184,10 +194,16 @@ def text_of(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     opening: Opening = BY_LAST_ROLE,
+    images: ImageSource | None = None,
     **variables: Any,
 ) -> str:
-    """Return the text that `encoded` turns into tokens, without BOS, which an encoder of prompts adds."""
-    text = _up_to_answer(template, messages, opening, _unchanged, {"tools": tools, **variables})
+    """Return the text that `encoded` turns into tokens, without BOS, which an encoder of prompts adds.
+
+    An image is the marker of the model's family, or a note.
+    """
+    how = {"tools": tools, "images": images, **variables}
+    marker = NOTE if images is None else images.marker
+    text = marker.join(split(_up_to_answer(template, messages, opening, _unchanged, how))[::2])
     first = tokenizer.text_bos_id
     return text if first is None else text.removeprefix(tokenizer.piece(first))
 
