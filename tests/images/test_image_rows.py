@@ -100,7 +100,7 @@ def batch_of(prompt: Prompt, start: int, n: int) -> Batch:
         np.arange(N_CTX // BLOCK_SIZE, dtype=np.int32)[None, ::-1].copy(), np.arange(n, dtype=np.int32),
         image_rows=rows[0] if rows else None,
         rotary=images.rotary(start, n) if images.has_rotary else None,
-        groups=images.groups(start, n) if images.has_groups else None,
+        groups=images.groups(start, n) if images.has_groups(0) else None,
     )  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def test_a_text_has_the_same_bits_in_the_graph_for_images(prompt: Prompt):
 
 def test_torch_computes_rows_of_images(prompt: Prompt):
     """Check the interpreter of training, which has neither rotary positions of images nor groups."""
-    if prompt.images.has_rotary or prompt.images.has_groups:
+    if prompt.images.has_rotary or prompt.images.has_groups(0):
         pytest.skip("training sees only rows of images")
     graph = TorchGraph(prompt.gguf, prompt.graph)
     tokens, x = torch.tensor(prompt.tokens)[None], None

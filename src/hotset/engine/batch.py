@@ -109,7 +109,7 @@ def _with_images(batch: Batch, chunks: Chunks) -> Batch:
                 if rotary is None:
                     rotary = np.repeat(batch.positions[:, None], N_AXES, axis=1)
                 rotary[at] = images.rotary(start, n)
-            if images.has_groups:
+            if images.has_groups(start):
                 if groups is None:
                     groups = np.stack([batch.positions, batch.positions + 1], axis=1)
                 groups[at] = images.groups(start, n)

@@ -124,10 +124,9 @@ class SequenceImages:
         """Return whether rotary positions differ from indices of tokens."""
         return self._rotary is not None
 
-    @property
-    def has_groups(self) -> bool:
-        """Return whether tokens of an image see one another."""
-        return bool(self._grouped)
+    def has_groups(self, start: int) -> bool:
+        """Return whether tokens of an image from `start` on see one another."""
+        return bool(self._grouped) and start < self._grouped[-1].end
 
     def rows(self, start: int, n: int, place: int) -> list[ImageRows]:
         """Return the image rows among the tokens [start, start + n). place: of the first one in the batch."""
