@@ -42,7 +42,7 @@ import serve_load
 
 from hotset.storage import created
 
-BODY_BYTES = 4 << 20  # the largest that a server takes
+BODY_BYTES = 32 << 20  # the largest that a server takes
 STREAM_KEY = "key-of-the-stream"
 HOSTILE_KEYS = [f"key-of-the-hostile-{i}" for i in range(3)]
 _CONTROL_SECONDS = 3.0  # of the stream without other requests, before each kind

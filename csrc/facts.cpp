@@ -119,6 +119,13 @@ int Facts::rope(const char* name) {
     rope.every = of->integer("every", 1, INT32_MAX);
     require(rope.n_rot % 2 == 0 && int(rope.frequencies.size()) == rope.n_rot / 2,
             "a rope needs n_rot / 2 frequencies");
+    if (of->has("axes")) {
+        for (const double axis : of->doubles("axes")) rope.axes.push_back(int(axis));
+        require(rope.axes.size() == rope.frequencies.size(), "a rope with axes has one for each frequency");
+        const auto [least, most] = std::ranges::minmax(rope.axes);
+        require(least >= 0 && most < kMaxAxes, "a rope has " + std::to_string(kMaxAxes) + " axes at most");
+        plan_.limits().n_axes = std::max(plan_.limits().n_axes, most + 1);
+    }
     return plan_.add_rope(std::move(rope));
 }
 

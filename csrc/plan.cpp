@@ -102,7 +102,7 @@ void Plan::finish() {
 bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions, const int32_t* sequences,
                int n_tokens, const int32_t* kv_blocks, int n_sequences, int max_kv_blocks,
                const int32_t* outputs, int n_outputs, const uint8_t* thresholded, const int32_t* states,
-               const int32_t* saves, const float* scales) {
+               const int32_t* saves, const float* scales, const StepPlaces& places, const ImageRows* images) {
     latest_ = nullptr;
     cancel_.store(false);
     const Runtime::Turn turn(*runtime_, cancel_, poll);
@@ -131,12 +131,22 @@ bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions
     if (scales) t.scales.assign(scales, scales + size_t(n_sequences) * t.n_adapters);
     if (states) t.states.assign(states, states + n_sequences);
     if (saves) t.saves.assign(saves, saves + n_tokens);
+    t.groups.assign(places.groups, places.groups + (places.groups ? 2 * size_t(n_tokens) : 0));
+    t.image_row_of.clear();
+    if (images) {  // copied: a straggler may read them after the step
+        t.image_rows.assign(images->rows, images->rows + images->n * limits_.image_width);
+        t.image_row_of.assign(n_tokens, -1);
+        for (int i = 0; i < images->n; i++) t.image_row_of[images->places[i]] = i;
+    }
     for (size_t i = 0; i < ropes_.size(); i++) {
         const Rope& rope = ropes_[i];
         const int half = rope.n_rot / 2;
         for (int token = 0; token < n_tokens; token++)
             for (int j = 0; j < half; j++) {
-                const int position = positions[token] / rope.every * rope.every;
+                const int placed = places.rotary && !rope.axes.empty()
+                                       ? places.rotary[int64_t(token) * places.n_axes + rope.axes[j]]
+                                       : positions[token];
+                const int position = placed / rope.every * rope.every;
                 const double angle = position * rope.frequencies[j];
                 t.rope_cos[i][token * half + j] = float(std::cos(angle)) * rope.magnitude;
                 t.rope_sin[i][token * half + j] = float(std::sin(angle)) * rope.magnitude;

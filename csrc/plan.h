@@ -28,14 +28,24 @@ struct Buffer {
     float* row(int64_t r) const { return memory.as<float>() + r * width; }
 };
 
+constexpr int kMaxAxes = 4;  // columns of StepPlaces::rotary
+
 struct Rope {
     bool neox = false;  // rotates pairs (i, i + n_rot / 2) instead of (2i, 2i + 1)
     int n_rot = 0;
     float magnitude = 1.0f;
     int every = 1;                    // positions are rounded down to a multiple of this
     std::vector<double> frequencies;  // [n_rot / 2]
+    std::vector<int> axes;            // [n_rot / 2], columns of StepPlaces::rotary; empty: positions
 
     bool operator==(const Rope&) const = default;
+};
+
+// Where the tokens of a step are, in addition to their positions; see Batch in backends/base.py.
+struct StepPlaces {
+    const int32_t* rotary = nullptr;  // [n_tokens][n_axes]; null: positions
+    int n_axes = 0;
+    const int32_t* groups = nullptr;  // [n_tokens][2]; null: each token is a group of its own
 };
 
 // Adjacent tokens of one sequence. end: one past the last position of that sequence in this step.
@@ -54,6 +64,8 @@ struct StepTokens {
     int n_outputs = 0;
     int max_kv_blocks = 0;
     std::vector<int32_t> tokens, positions, sequences, kv_blocks, outputs;
+    std::vector<int32_t>
+        groups;  // per token: the first position of its group, one past the last; empty: none
     std::vector<TokenTile> stretches;  // all tokens, split at each change of sequence
     int n_positions = 0;               // one past the largest position
     std::vector<uint8_t> thresholded;  // per token: whether its small values count as zero
@@ -61,6 +73,10 @@ struct StepTokens {
     std::vector<int32_t> saves;        // per token: slot that receives the state after it; -1: none
     std::vector<float> scales;         // [sequences][n_adapters]; 0: the sequence does not use the adapter
     int n_adapters = 0;
+    // Rows of images, [tokens of images][width], and per token the row that replaces its embedding; -1: none.
+    // Empty: no token of the step belongs to an image.
+    std::vector<float> image_rows;
+    std::vector<int32_t> image_row_of;
     std::vector<std::vector<float>> rope_cos, rope_sin;  // per RoPE of the plan: [n_tokens][n_rot / 2]
 
     int rows(const Buffer& buffer) const { return buffer.outputs ? n_outputs : n_tokens; }
@@ -71,6 +87,13 @@ struct StepTokens {
         else
             std::fill_n(thresholded.begin(), n_tokens, uint8_t(0));
     }
+};
+
+// Rows that replace the embeddings of n tokens; places: the tokens, rising. See base.ImageRows.
+struct ImageRows {
+    const int32_t* places = nullptr;
+    const float* rows = nullptr;  // [n][Limits::image_width]
+    int n = 0;
 };
 
 struct Norm {
@@ -221,6 +244,10 @@ class Plan {
         int64_t n_positions = 0;  // learned position embeddings
         int n_states = 0;         // slots for recurrent states
         int n_adapters = 0;       // columns of `scales`
+        int n_axes = 0;           // columns of StepPlaces::rotary that a RoPE reads
+        bool needs_groups = false;
+        int n_joined = 1;         // tokens of the step up to each output, which it joins
+        int64_t image_width = 0;  // of the rows that replace embeddings; 0: none can
     };
     Limits& limits() { return limits_; }
     const Limits& limits() const { return limits_; }
@@ -230,14 +257,15 @@ class Plan {
 
     // Run one step. Arrays are as in backends/base.py. thresholded: null for none. states, saves: null if no
     // operation has a state. scales: [n_sequences][limits().n_adapters], null if that is 0. The caller must
-    // have checked every index. poll: null, or a function that this thread calls every 10 ms to ask whether
-    // to cancel. Returns false if the step was cancelled. Buffers, the cache at the step's positions and the
-    // saved states are then undefined; the next step runs normally. Throws std::logic_error, before any
-    // computation, if an operation breaks its contract (see Op).
+    // have checked every index. images: null for none. poll: null, or a function that this thread calls every
+    // 10 ms to ask whether to cancel. Returns false if the step was cancelled. Buffers, the cache at the
+    // step's positions and the saved states are then undefined; the next step runs normally. Throws
+    // std::logic_error, before any computation, if an operation breaks its contract (see Op).
     bool run(const Poll* poll, const int32_t* tokens, const int32_t* positions, const int32_t* sequences,
              int n_tokens, const int32_t* kv_blocks, int n_sequences, int max_kv_blocks,
              const int32_t* outputs, int n_outputs, const uint8_t* thresholded = nullptr,
-             const int32_t* states = nullptr, const int32_t* saves = nullptr, const float* scales = nullptr);
+             const int32_t* states = nullptr, const int32_t* saves = nullptr, const float* scales = nullptr,
+             const StepPlaces& places = {}, const ImageRows* images = nullptr);
     // Run the operations [first_op, last_op) on rows that the caller wrote into their buffers. These
     // operations read neither tokens nor the cache, and precede any that selects outputs. thresholded: as for
     // `run`. n_threads: threads of the pool to use; 0: all.

@@ -302,7 +302,8 @@ def test_a_template_without_bos_gets_one(tmp_path: Path):
         (["hello"], "message 0 must be a dictionary"),
         ([{"content": "x"}], "message 0 must be a dictionary with a role"),
         ([{"role": "user", "content": "x"}, {"role": "user"}], "content of message 1 must be text"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0 has a part that is not text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0: an image needs a source"),
+        ([{"role": "user", "content": [{"type": "video"}]}], "message 0 has a part that is neither a text"),
     ],
     ids=str,
 )

@@ -138,7 +138,7 @@ def test_a_budget_of_memory_is_shared_with_the_draft_model(tmp_path: Path) -> No
     assert draft.stat().st_size < reserved < draft.stat().st_size + (64 << 20)
     settings = LoadSettings(ram_budget=1.0)
     assert ram_limit(settings, 1 << 40, 2**40, reserved) == 2**30 - reserved
-    with pytest.raises(OutOfMemoryError, match="what drafts needs"):
+    with pytest.raises(OutOfMemoryError, match="the draft model, adapters and images need"):
         ram_limit(settings, 1 << 40, 2**40, 2**30)
 
 

@@ -48,7 +48,9 @@ void PlanBuilder::finish() {
 void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& sequences,
                       const IntMatrix& kv_blocks, const Ints& outputs, const std::optional<FloatMatrix>& x,
                       const std::optional<Bytes>& thresholded, const std::optional<Ints>& states,
-                      const std::optional<Ints>& saves, const std::optional<FloatMatrix>& scales) {
+                      const std::optional<Ints>& saves, const std::optional<FloatMatrix>& scales,
+                      const std::optional<IntMatrix>& rotary, const std::optional<IntMatrix>& groups,
+                      const std::optional<Ints>& image_places, const std::optional<FloatMatrix>& image_rows) {
     require(finished_, "the plan is not finished");
     const Plan::Limits& limits = plan_->limits();
     const int n = int(tokens.size()), n_sequences = int(kv_blocks.shape(0)),
@@ -58,6 +60,8 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
     const std::optional<int64_t> n_vocab = embeds_tokens() ? std::optional(limits.n_vocab) : std::nullopt;
     check_batch({plan_->max_tokens(), limits.n_kv_blocks, n_vocab, limits.n_positions},
                 {tokens, positions, sequences, kv_blocks, outputs});
+    require(n_outputs == 0 || outputs.data()[0] + 1 >= limits.n_joined,
+            "an output joins " + std::to_string(limits.n_joined) + " tokens, and the first has fewer");
     if (limits.n_states) check_states(positions, sequences, n_sequences, states, saves);
     require((input_ >= 0) == x.has_value(),
             "a plan that begins with tokens takes no rows; one that begins with rows needs them");
@@ -74,6 +78,8 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
         bool(limits.n_adapters) == scales.has_value() &&
             (!scales || (int(scales->shape(0)) == n_sequences && int(scales->shape(1)) == limits.n_adapters)),
         "a plan with adapters needs one scale per adapter and sequence; other plans take no scales");
+    const StepPlaces places = checked_places(positions, sequences, rotary, groups);
+    const ImageRows images = checked_images(n, image_places, image_rows);
     n_tokens_ = n;
     n_outputs_ = n_outputs;
     bool done;
@@ -85,11 +91,11 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
             if (!raised && PyErr_CheckSignals() != 0) raised = std::make_exception_ptr(nb::python_error());
             return bool(raised);
         };
-        done = plan_->run(&poll, tokens.data(), positions.data(), sequences.data(), n, kv_blocks.data(),
-                          n_sequences, max_kv_blocks, outputs.data(), n_outputs,
-                          thresholded ? thresholded->data() : nullptr,
-                          limits.n_states ? states->data() : nullptr,
-                          limits.n_states ? saves->data() : nullptr, scales ? scales->data() : nullptr);
+        done = plan_->run(
+            &poll, tokens.data(), positions.data(), sequences.data(), n, kv_blocks.data(), n_sequences,
+            max_kv_blocks, outputs.data(), n_outputs, thresholded ? thresholded->data() : nullptr,
+            limits.n_states ? states->data() : nullptr, limits.n_states ? saves->data() : nullptr,
+            scales ? scales->data() : nullptr, places, images.n ? &images : nullptr);
     }
     if (raised) std::rethrow_exception(raised);
     if (!done) throw StepCancelled();
@@ -103,6 +109,23 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> PlanBuilder::rows(nb::handle self, in
 int PlanBuilder::checked(int id) const {
     require(id >= 0 && id < plan_->n_buffers(), "there is no buffer " + std::to_string(id));
     return id;
+}
+
+ImageRows PlanBuilder::checked_images(int n_tokens, const std::optional<Ints>& places,
+                                      const std::optional<FloatMatrix>& rows) const {
+    require(places.has_value() == rows.has_value(), "rows of images need places, and places need rows");
+    if (!places) return {};
+    const int n = int(places->size());
+    const int64_t width = plan_->limits().image_width;
+    require(width > 0, "this plan has no embedding that rows of images could replace");
+    require(int(rows->shape(0)) == n && int64_t(rows->shape(1)) == width,
+            "the rows of images must be [" + std::to_string(n) + ", " + std::to_string(width) + "]");
+    for (int i = 0; i < n; i++) {
+        const int32_t place = places->data()[i];
+        require(place >= 0 && place < n_tokens && (i == 0 || places->data()[i - 1] < place),
+                "the places of image rows must rise and be tokens of the batch");
+    }
+    return {places->data(), rows->data(), n};
 }
 
 void PlanBuilder::check_states(const Ints& positions, const Ints& sequences, int n_sequences,
@@ -140,6 +163,38 @@ void PlanBuilder::check_states(const Ints& positions, const Ints& sequences, int
         require(left <= kSavedTokens || (positions.data()[t] + 1) % kKvBlockSize == 0,
                 "a state can be saved only at the end of a KV block or among a sequence's last tokens");
     }
+}
+
+StepPlaces PlanBuilder::checked_places(const Ints& positions, const Ints& sequences,
+                                       const std::optional<IntMatrix>& rotary,
+                                       const std::optional<IntMatrix>& groups) const {
+    const Plan::Limits& limits = plan_->limits();
+    const int n = int(sequences.size());
+    StepPlaces places;
+    if (rotary) {
+        const int n_axes = int(rotary->shape(1));
+        require(int(rotary->shape(0)) == n && n_axes >= limits.n_axes,
+                "rotary positions are [" + std::to_string(n) + ", " + std::to_string(limits.n_axes) +
+                    "], a row per token");
+        require(std::all_of(rotary->data(), rotary->data() + int64_t(n) * n_axes,
+                            [](int32_t position) { return position >= 0; }),
+                "a rotary position is negative");
+        places.rotary = rotary->data(), places.n_axes = n_axes;
+    }
+    require(!limits.needs_groups || groups, "a plan whose tokens see only their groups needs groups");
+    if (groups) {
+        require(int(groups->shape(0)) == n && int(groups->shape(1)) == 2,
+                "a group is two positions per token");
+        int end = 0;  // one past the last position of the sequence of token t
+        for (int t = n - 1; t >= 0; t--) {
+            const int32_t position = positions.data()[t], *group = groups->data() + 2 * int64_t(t);
+            if (t == n - 1 || sequences.data()[t + 1] != sequences.data()[t]) end = position + 1;
+            require(group[0] >= 0 && group[0] <= position && position < group[1] && group[1] <= end,
+                    "the group of a token must be around its position, and end within the step");
+        }
+        places.groups = groups->data();
+    }
+    return places;
 }
 
 nb::ndarray<nb::numpy, double, nb::ndim<1>> PlanBuilder::op_seconds(const Ints& cells, int n_cells) const {
@@ -190,7 +245,9 @@ void bind_plan(nb::module_& m) {
         .def("cancel", &PlanBuilder::cancel)
         .def("run", &PlanBuilder::run, "tokens"_a, "positions"_a, "sequences"_a, "kv_blocks"_a, "outputs"_a,
              "x"_a.none() = nb::none(), "thresholded"_a.none() = nb::none(), "states"_a.none() = nb::none(),
-             "saves"_a.none() = nb::none(), "scales"_a.none() = nb::none())
+             "saves"_a.none() = nb::none(), "scales"_a.none() = nb::none(), "rotary"_a.none() = nb::none(),
+             "groups"_a.none() = nb::none(), "image_places"_a.none() = nb::none(),
+             "image_rows"_a.none() = nb::none())
         .def(
             "rows", [](nb::handle self, int id) { return nb::cast<PlanBuilder&>(self).rows(self, id); },
             "buffer"_a)

@@ -29,7 +29,9 @@ class PlanBuilder {
     void run(const Ints& tokens, const Ints& positions, const Ints& sequences, const IntMatrix& kv_blocks,
              const Ints& outputs, const std::optional<FloatMatrix>& x,
              const std::optional<Bytes>& thresholded, const std::optional<Ints>& states,
-             const std::optional<Ints>& saves, const std::optional<FloatMatrix>& scales);
+             const std::optional<Ints>& saves, const std::optional<FloatMatrix>& scales,
+             const std::optional<IntMatrix>& rotary, const std::optional<IntMatrix>& groups,
+             const std::optional<Ints>& image_places, const std::optional<FloatMatrix>& image_rows);
 
     // Return a view of the buffer's rows of the latest step.
     nb::ndarray<nb::numpy, float, nb::ndim<2>> rows(nb::handle self, int id);
@@ -47,10 +49,17 @@ class PlanBuilder {
   private:
     int checked(int id) const;
     bool embeds_tokens() const { return plan_->limits().n_vocab > 0 || input_ < 0; }
+    // Return rows that replace embeddings, with every place and the width checked; n is 0 without any.
+    ImageRows checked_images(int n_tokens, const std::optional<Ints>& places,
+                             const std::optional<FloatMatrix>& rows) const;
     // Check that a sequence's tokens are consecutive, that it begins or has a state, and that no slot is both
     // read and written.
     void check_states(const Ints& positions, const Ints& sequences, int n_sequences,
                       const std::optional<Ints>& states, const std::optional<Ints>& saves) const;
+    // Check the rotary positions, and that a group is around its token and within its sequence in the step.
+    StepPlaces checked_places(const Ints& positions, const Ints& sequences,
+                              const std::optional<IntMatrix>& rotary,
+                              const std::optional<IntMatrix>& groups) const;
     // Check that each operation has n_each cells, each below n_cells.
     void check_cells(const Ints& cells, int n_each, int n_cells) const;
 

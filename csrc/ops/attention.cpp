@@ -33,6 +33,8 @@ struct AttentionFacts {
     int window = 0;             // 0: none
     int first_seen = 0;         // the first position that has keys and values
     bool causal = true;         // if false, a token sees all tokens of its sequence, which are in one step
+    bool groups_only = false;   // a token sees its group instead
+    bool groups_too = false;    // a token sees its group, too
     int rope = -1;              // index of a RoPE of the plan; -1: already rotated
     Norm q_norm, k_norm;        // per head; empty weight: none
     KeyBias bias;               // of the keys, not stored; empty: nothing is left out
@@ -287,6 +289,12 @@ class Attention : public Op {
         return step.kv_blocks.data() + int64_t(step.sequences[t]) * step.max_kv_blocks;
     }
 
+    // The first position of a token's group and one past its last; null: attention ignores groups.
+    const int32_t* group_of(const StepTokens& step, int t) const {
+        const bool counts = (f_.groups_only || f_.groups_too) && !step.groups.empty();
+        return counts ? step.groups.data() + 2 * int64_t(t) : nullptr;
+    }
+
     // Attend all rows of a tile and KV head within one split.
     void attend(const StepTokens& step, TokenTile tile, int head, int split, AttentionState* states,
                 float* out) const {
@@ -307,6 +315,10 @@ class Attention : public Op {
                     const int reach = f_.window ? f_.window / 2 : tile.end;
                     first[row] = std::max(0, position - reach);
                     last[row] = reach < tile.end - position ? position + reach + 1 : tile.end;
+                }
+                if (const int32_t* group = group_of(step, t)) {
+                    first[row] = f_.groups_only ? group[0] : std::min(first[row], group[0]);
+                    last[row] = f_.groups_only ? group[1] : std::max(last[row], group[1]);
                 }
                 if (!f_.slopes.empty()) slopes[row] = f_.slopes[head * group_ + g];
                 begin = std::min(begin, first[row]);
@@ -400,7 +412,11 @@ class Attention : public Op {
                      float* out) const {
         const int rows = tile.count * group_;
         int last = f_.causal ? 0 : tile.end;
-        for (int i = 0; i < tile.count; i++) last = std::max(last, step.positions[tile.first + i] + 1);
+        for (int i = 0; i < tile.count; i++) {
+            const int t = tile.first + i;
+            const int32_t* group = group_of(step, t);
+            last = std::max({last, step.positions[t] + 1, group ? group[1] : 0});
+        }
         const int splits = ceil_div(last, kSplitTokens);
         float* parts = scratch;
         AttentionState* states = reinterpret_cast<AttentionState*>(parts + int64_t(splits) * rows * stride_);
@@ -531,6 +547,11 @@ static const Registered kAttention("attention", [](Facts& facts) -> std::unique_
     f.window = facts.integer("window", 0, INT32_MAX);
     if (facts.has("first_seen")) f.first_seen = facts.integer("first_seen", 0, INT32_MAX);
     f.causal = facts.flag("causal", true);
+    const std::string groups = facts.has("groups") ? facts.text("groups") : "none";
+    require(groups == "none" || groups == "only" || groups == "also", "groups are none, only or also");
+    f.groups_only = groups == "only", f.groups_too = groups == "also";
+    require(!f.groups_only || !f.causal, "attention to the own group alone is not causal");
+    plan.limits().needs_groups |= f.groups_only;
     f.rope = facts.has("rope") ? facts.rope("rope") : -1;
     require(f.rope < 0 || plan.rope(f.rope).n_rot <= head_dim, "the RoPE has more channels than a head");
     f.q_norm = facts.norm("q_norm", head_dim);

@@ -16,6 +16,8 @@ static const Registered kEmbed("embed", [](Facts& facts) -> std::unique_ptr<Op> 
     const int first_row = facts.integer("first_row", 0, weight.rows - 1);
     require(!positions || !weight.places, "position embeddings must be in memory");
     require(positions || first_row == 0, "first_row applies only to position embeddings");
+    const bool replaceable = facts.flag("replaceable", false);
+    require(!replaceable || of == "token", "only embeddings of tokens are replaceable");
     if (of == "type") {
         require(!weight.places, "token type embeddings must be in memory");
         return make_row_op(facts.plan(), out, [=](const StepTokens&, int, float* result) {
@@ -25,7 +27,12 @@ static const Registered kEmbed("embed", [](Facts& facts) -> std::unique_ptr<Op> 
     Plan::Limits& limits = facts.plan().limits();
     int64_t& limit = positions ? limits.n_positions : limits.n_vocab;
     limit = limit ? std::min(limit, weight.rows - first_row) : weight.rows - first_row;
+    if (replaceable) facts.plan().limits().image_width = weight.cols;
     return make_row_op(facts.plan(), out, [=](const StepTokens& step, int r, float* result) {
+        if (replaceable && !step.image_row_of.empty() && step.image_row_of[r] >= 0) {
+            std::copy_n(&step.image_rows[step.image_row_of[r] * weight.cols], weight.cols, result);
+            return;
+        }
         const int row = positions ? step.positions[r] + first_row : step.tokens[r];
         dequantize_row(weight.type, weight.row(row), weight.cols, result);
     });
@@ -33,11 +40,13 @@ static const Registered kEmbed("embed", [](Facts& facts) -> std::unique_ptr<Op> 
 
 static const Registered kSelectOutputs("select_outputs", [](Facts& facts) -> std::unique_ptr<Op> {
     const int x = facts.buffer("x"), out = facts.buffer("out");
-    require(facts.width(x) == facts.width(out) && !facts.of_outputs(x) && facts.of_outputs(out),
-            "select_outputs needs equal widths, from tokens to outputs");
+    const int n = facts.integer("n", 1, INT32_MAX);
+    require(facts.width(x) * n == facts.width(out) && !facts.of_outputs(x) && facts.of_outputs(out),
+            "select_outputs joins n rows of tokens to a row of outputs");
+    facts.plan().limits().n_joined = std::max(facts.plan().limits().n_joined, n);
     const Buffer& in = facts.plan().buffer(x);
-    return make_row_op(facts.plan(), out, [&in](const StepTokens& step, int r, float* result) {
-        std::copy_n(in.row(step.outputs[r]), in.width, result);
+    return make_row_op(facts.plan(), out, [&in, n](const StepTokens& step, int r, float* result) {
+        std::copy_n(in.row(step.outputs[r] + 1 - n), n * in.width, result);
     });
 });
 

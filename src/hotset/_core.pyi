@@ -216,6 +216,10 @@ class Plan:
         states: np.ndarray | None = None,  # as in base.Batch, if an operation has a state
         saves: np.ndarray | None = None,
         scales: np.ndarray | None = None,  # float32 [n_sequences, n_adapters], if the plan has adapters
+        rotary: np.ndarray | None = None,  # as in base.Batch
+        groups: np.ndarray | None = None,
+        image_places: np.ndarray | None = None,  # int32 [n], as in base.ImageRows
+        image_rows: np.ndarray | None = None,  # float32 [n, width of the embedding]
     ) -> None: ...
     def cancel(self) -> None: ...
     def rows(self, buffer: int) -> np.ndarray: ...

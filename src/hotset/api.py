@@ -18,6 +18,7 @@ from hotset.comparison import compare_chunks
 from hotset.engine import taps as engine_taps
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
+from hotset.engine.images import ImagePrompt
 from hotset.engine.perplexity import PerplexityResult
 from hotset.engine.sampler import SamplingParams, takes_sampling
 from hotset.errors import InvalidRequestError, OutOfMemoryError
@@ -36,6 +37,7 @@ from hotset.generation import (
 from hotset.loader.adapters import open_adapters
 from hotset.loader.build import build, open_measuring, open_model, plan_model
 from hotset.loader.decide import Decided, Opened
+from hotset.loader.images import with_images
 from hotset.loader.prompt_cache import open_prompt_cache
 from hotset.loader.reserved import reserved_for
 from hotset.loader.speculate import open_speculator
@@ -44,6 +46,7 @@ from hotset.parameters import whole_number
 from hotset.sampling_parameters import Sampling
 from hotset.settings import LoadSettings, ModelPath, taking
 from hotset.sparsity.taps import of_backend, whole
+from hotset.text.image_text import PromptTokens, images_of, with_noted_results
 from hotset.text.messages import BY_LAST_ROLE
 
 if TYPE_CHECKING:
@@ -75,6 +78,9 @@ def load_opened(opened: Opened) -> Model:
     """Load a model that `open_model` opened. Its `close`, or a failure here, closes the file too."""
     with ExitStack() as undone:
         undone.callback(opened.gguf.close)
+        opened = with_images(opened)
+        if opened.images is not None:
+            undone.callback(opened.images.close)
         decided = plan_model(opened, reserved=reserved_for(opened))
         undone.callback(decided.weights.close)
         decided, backend = build(decided)
@@ -90,8 +96,8 @@ def plan(model: ModelPath, settings: LoadSettings) -> Placement | None:
 
     Nothing is loaded on a device. Missing files of the model are built as in `load`; the errors are the same.
     """
-    with open_model(model, settings) as opened:
-        decided = plan_model(opened, reserved=reserved_for(opened))
+    with open_model(model, settings) as opened, with_images(opened) as seeing:
+        decided = plan_model(seeing, reserved=reserved_for(seeing))
         decided.weights.close()
         return decided.placement
 
@@ -101,7 +107,8 @@ class Model:
 
     decided: how it was loaded, with its settings. config: the architecture's parameters. backend, engine,
     thread: the parts that run it. cost: bytes and FLOPs of its tokens. n_ctx: tokens of one conversation.
-    kv_type: the type of the KV cache. adapters: its LoRA adapters.
+    kv_type: the type of the KV cache. adapters: its LoRA adapters. images: the reader of its images; None:
+    it reads only text.
     sparsity: which neurons are computed, and why. notes: messages about files that were built or opened for
     it. placement: the contents of each device; None if only the CPU computes. ram, stored: the split of a
     memory budget, and the weights that are read under it; None if files are mapped.
@@ -114,7 +121,7 @@ class Model:
         self.gguf, self.weights, self.config = decided.gguf, decided.weights, decided.config
         self.graph, self.cost = decided.graph, decided.cost
         self.backend = backend
-        self.n_ctx, self.kv_type = decided.n_ctx, decided.settings.kv_type
+        self.n_ctx, self.kv_type, self.images = decided.n_ctx, decided.settings.kv_type, decided.images
         self.sparsity, self.notes = decided.choice, decided.notes
         self.placement, self.ram, self.stored = decided.placement, decided.ram, decided.stored
         speculator = open_speculator(decided, backend, lambda: self.tokenizer)
@@ -177,19 +184,29 @@ class Model:
         """Return the token ids of a conversation up to the start of the answer, by the file's template.
 
         add_generation_prompt, continue_final_message: text/messages.py, Opening. variables: other variables
-        of the template, such as enable_thinking; InvalidRequestError for its own. Raises as `encode`.
+        of the template, such as enable_thinking; InvalidRequestError for its own. With images, the result is
+        a PromptTokens (text/image_text.py), which `prepare` takes. Raises as `encode`.
         """
         from hotset.text.messages import Opening, encoded
 
         self.engine.require_logits()
         checked, more = checked_messages(messages), template_variables(variables or {})
+        images = self.images
+        if images is None:
+            checked = with_noted_results(checked)
+        if images is None and any(images_of(message["content"]) for message in checked):
+            raise InvalidRequestError(f"this model reads only text: {self.decided.blind}")
         opening = Opening(add_generation_prompt, continue_final_message)
-        return encoded(self.chat_template, self.tokenizer, self.n_ctx, checked, tools, opening, **more)
+        return encoded(
+            self.chat_template, self.tokenizer, self.n_ctx, checked, tools, opening, images, **more
+        )
 
     def encode(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
         """Return the token ids of a prompt of `generate`. Raises InvalidRequestError, ContextLengthError."""
         if isinstance(prompt, str):
             return self.tokenizer.encode_prompt(prompt, parse_special, most=self.n_ctx)
+        if isinstance(prompt, PromptTokens) and self.images is not None:
+            return prompt
         return self.engine.checked(list(prompt) if isinstance(prompt, Iterator) else prompt)
 
     # ---- generation ----
@@ -253,7 +270,8 @@ class Model:
     ) -> ChatMessage | Iterator[Chunk]:
         """Return the next message of a conversation; a last message of the assistant is continued.
 
-        messages: in OpenAI's form, [{"role": "user", "content": "Hello"}, ...].
+        messages: in OpenAI's form, [{"role": "user", "content": "Hello"}, ...]. A content may be a list with
+        images: {"type": "image", "image": X}, X a path, bytes, a data URL or an image of Pillow.
         stream: return chunks instead of the whole message. tools: functions that the model may call, in
         OpenAI's form; its calls are the message's `tool_calls`. tool_choice: "auto", "none", "required", or
         one function, {"name": ...}. parallel_tool_calls: False ends an answer with its first call.
@@ -303,8 +321,12 @@ class Model:
             limited = params.reasoning_budget is not None
             reading = Reading.of_text(self.output_form, params, tokens) if limited else Reading()
         form = (*params.form, reading.around, reading.begun) if params.form else None
+        prompt: list[int] | ImagePrompt = tokens
+        if isinstance(tokens, PromptTokens) and self.images is not None:
+            self.engine.require_room(len(tokens))  # before anything is encoded
+            prompt = ImagePrompt([max(token, 0) for token in tokens], self.images.placed(tokens))
         sequence = self.engine.prepare(
-            tokens, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix,
+            prompt, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix,
             constraint=self.grammars.constraint(*form) if form else None,
             breakers=self.tokenizer.sequences_with(params.breakers), owner=owner, adapters=adapters,
         )  # fmt: skip
@@ -478,6 +500,8 @@ class Model:
         if "chat_template" in self.__dict__:  # (a cached property)
             self.chat_template.close()
         self.engine.close()
+        if self.images is not None:
+            self.images.close()
         self.backend.close()
         self.weights.close()
         self.gguf.close()

@@ -24,6 +24,8 @@ from hotset.escaping import clause
 from hotset.outputs import Reading
 from hotset.parameters import data_frame, shown
 from hotset.sampling_parameters import OTHER_NAMES, Sampling
+from hotset.text.image_parts import given_image
+from hotset.text.image_text import joined, text_of_image
 from hotset.text.messages import checked_calls
 from hotset.text.parts import CallStart, Gathered, Part, ReasoningChunk, Text, ToolCall
 
@@ -376,7 +378,8 @@ def sampling_params(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> S
 def checked_messages(messages: Sequence[Mapping[str, Any] | ChatMessage]) -> list[dict[str, Any]]:
     """Return OpenAI's messages as plain dictionaries whose content is a string.
 
-    Function calls, which may replace a content, are checked too. Raises InvalidRequestError.
+    A content with images becomes an ImageText. Function calls, which may replace a content, are checked too.
+    Raises InvalidRequestError.
     """
     if isinstance(messages, str | Mapping) or not messages:
         raise InvalidRequestError('messages must be a list such as [{"role": "user", "content": "Hello"}]')
@@ -389,7 +392,7 @@ def checked_messages(messages: Sequence[Mapping[str, Any] | ChatMessage]) -> lis
         message = checked_calls(message, i)
         content = message.get("content")
         if isinstance(content, list):
-            content = "".join(_text_part(part, i) for part in content)
+            content = joined("", [_text_part(part, i) for part in content])
         if not isinstance(content, str):
             raise InvalidRequestError(f"the content of message {i} must be text, not {shown(content)}")
         given = {name: value for name, value in message.items() if value is not None}  # null means absent
@@ -407,6 +410,13 @@ def template_variables(variables: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _text_part(part: Any, i: int) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise InvalidRequestError(f"message {i} has a part that is not text; this model reads only text")
+    """Return a part of a content as text; an image becomes an ImageText."""
+    if isinstance(part, Mapping):
+        if part.get("type") == "text" and isinstance(part.get("text"), str):
+            return str(part["text"])
+        try:
+            if (image := given_image(part)) is not None:
+                return text_of_image(image)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"message {i}: {error}") from None
+    raise InvalidRequestError(f"message {i} has a part that is neither a text nor an image")

@@ -62,7 +62,12 @@ class Reading:
     def of_text(cls, form: OutputForm, params: SamplingParams, tokens: Sequence[int]) -> Reading:
         """Return the parsing of an answer outside conversations: as plain text."""
         budget, message = params.reasoning_budget, params.reasoning_budget_message
-        return cls(thinking=form.thinking(budget, message, form.tokenizer.decode(list(tokens[-_END:]))))
+        return cls(thinking=form.thinking(budget, message, _end_of(form, tokens)))
+
+
+def _end_of(form: OutputForm, tokens: Sequence[int]) -> str:
+    """Return the text at the end of a prompt, without images."""
+    return form.tokenizer.decode([token for token in tokens[-_END:] if token >= 0])
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class Output:
     def reading(self, tokens: Sequence[int]) -> Reading:
         """Return the parsing of one answer to a prompt of these tokens."""
         form, params, begun, text = self.form, self.params, self._begun_reasoning, self._begun_text
-        end = form.tokenizer.decode(list(tokens[-_END:]))
+        end = _end_of(form, tokens)
         if self.begun is not None:
             end = "" if begun is None or form.thinks is None else form.thinks[0]
         is_plain, around, thinking = self._is_plain(end), None, None

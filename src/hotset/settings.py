@@ -90,6 +90,10 @@ class LoadSettings:
 
     chat_template: replaces the file's template: a name such as "chatml" (text/turn_formats.py), or Jinja.
 
+    mmproj: the file with the encoder of images (docs/guides/images.md); None: the one next to the model.
+    no_mmproj: leave it out. image_max_tokens: the most tokens of an image, which lowers its resolution; None:
+    the limit of the model's family. image_cache: memory for encoded images, as GiB or a text.
+
     cache_dir: a directory for the cache of finished answers, which is used again after a restart
     (docs/guides/prompt-cache.md); None: no such cache. cache_disk: its limit for all models, as GiB or a
     text; a server's folder of saved slots has the same limit.
@@ -123,6 +127,10 @@ class LoadSettings:
     lookup: str | os.PathLike[str] | None = _default("lookup")
     lora: Lora | Sequence[Lora] | None = _default("lora")
     chat_template: str | None = _default("chat_template")
+    mmproj: str | os.PathLike[str] | None = _default("mmproj")
+    no_mmproj: bool = _default("no_mmproj")
+    image_max_tokens: int | None = _default("image_max_tokens")
+    image_cache: float | str = _default("image_cache")
     cache_dir: str | os.PathLike[str] | None = _default("cache_dir")
     cache_disk: float | str = _default("cache_disk")
     max_batch: int = _default("max_batch")
@@ -153,6 +161,8 @@ class LoadSettings:
                 f"device='{','.join(self.device or ())}' cannot be combined with vram_budget, n_gpu_layers, "
                 "gpu_index or split='neurons'"
             )
+        if self.no_mmproj and self.mmproj is not None:
+            raise InvalidRequestError("mmproj cannot be combined with no_mmproj")
         self._check_undivided()
         self._check_speculation()
         self._check_devices()
@@ -276,6 +286,10 @@ class LoadSettings:
     @property
     def cache_disk_bytes(self) -> int:
         return int(float(self.cache_disk) * 2**30)
+
+    @property
+    def image_cache_bytes(self) -> int:
+        return int(float(self.image_cache) * 2**30)
 
     @property
     def is_auto(self) -> bool:

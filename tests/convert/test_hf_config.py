@@ -280,8 +280,8 @@ def test_valid_settings_are_accepted() -> None:
 
 
 def test_a_model_that_sees_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="'Gemma3ForConditionalGeneration' in"):
-        HFConfig({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": SIZES})
+    with pytest.raises(UnsupportedModelError, match="'PaliGemmaForConditionalGeneration' in"):
+        HFConfig({"architectures": ["PaliGemmaForConditionalGeneration"], "text_config": SIZES})
 
 
 def test_part_of_a_head_is_rotated() -> None:

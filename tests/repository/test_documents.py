@@ -71,12 +71,14 @@ NOT_RUN = {  # and the reason; options and arguments are still checked
     r"hotset sparse make .*--adapters adapters/": "the published model: test_sparsify_adapters.py",
     r"hotset sparse make .*--from-adapters ": "hours",
     r"hotset .*wikitext2-": "a text that is not in the repository",
+    r"hotset .*--image ": "a vision model: tests/images",
     r"ray ": "another program: tests/cluster",
     r"llm ": "another program: tests/clients",
 }
 PYTHON_NOT_RUN = {  # and the reason; imports still run
     "class SoftCap(Operation)": "a class of another module",
     'device="cuda"': "a GPU",
+    '"type": "image"': "a vision model: tests/images",
 }
 RUN = {name: path for name, path in DOCUMENTS.items() if "/reference/http/" not in name}
 """Documents whose blocks run here. Requests of the pages of routes run in tests/golden."""

@@ -26,8 +26,8 @@ LAYERS = (
     ("errors", "units", "escaping"),
     ("files", "cores", "memory", "energy", "reporter", "parameters"),
     ("sampling_parameters", "load_parameters"),
-    ("formats", "text", "storage"), ("model",), ("offload",), ("backends",), ("sparsity",), ("settings",),
-    ("placement",), ("engine", "convert", "report"), ("outputs",), ("generation", "loader"),
+    ("formats", "text", "storage"), ("model",), ("offload",), ("backends",), ("sparsity", "vision"), ("settings",),
+    ("placement",), ("engine", "convert", "report"), ("outputs", "images"), ("generation", "loader"),
     ("comparison",), ("api",), ("async_model",),
     ("evaluation", "training", "server"), ("scale",), ("cli",),
 )  # fmt: skip
@@ -192,7 +192,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 SLOW = {
     "torch", "triton", "ray", "matplotlib", "scipy", "pyarrow", "safetensors", "rich", "fastapi", "starlette",
     "uvicorn", "pydantic", "prompt_toolkit", "jinja2", "tokenizers", "sentencepiece", "llguidance",
-    "huggingface_hub", "certifi", "filelock", "psutil", "mcp", "opentelemetry",
+    "huggingface_hub", "certifi", "filelock", "psutil", "mcp", "opentelemetry", "PIL",
 }  # fmt: skip
 # ... and modules of hotset, in modules that every start loads: a start must not wait for modules it does not
 # need.

@@ -156,6 +156,7 @@ def test_keys_are_documented_if_the_server_has_keys(document: dict[str, Any]):
         ({"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}, True),
         ({"role": "user", "content": [{"type": "text", "text": "a"}], "own": 1}, True),
         ({"role": "user", "content": [{"type": "image_url"}]}, False),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}, True),
         ({"content": "a"}, False),
         ({"role": "user", "content": 3}, False),
     ],

@@ -127,8 +127,8 @@ def test_text_reasoning_and_calls_of_the_model_are_one_turn():
         ({"conversation": "conv_1"}, "conversation: nothing is stored"),
         ({"prompt": {"id": "p"}}, "prompt: no prompts are stored"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.id: nothing is stored"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-         "a part of type input_image cannot be read"),
+        ({"input": [{"role": "user", "content": [{"type": "input_audio", "input_audio": "x"}]}]},
+         "a part of type input_audio cannot be read"),
     ],
 )  # fmt: skip
 def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], message: str):

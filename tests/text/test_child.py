@@ -1,7 +1,8 @@
-"""Processes of templates and grammars: their limits, their deaths, and hostile replies."""
+"""Processes of templates, grammars and images: their limits, their deaths, and hostile replies."""
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import signal
@@ -25,8 +26,10 @@ from hotset.text.chat import ChatTemplate
 from hotset.text.child import Cause, Child, ChildError, ChildLimits, encoded
 from hotset.text.constraint import Grammars
 from hotset.text.tokenizer import load_tokenizer
+from hotset.vision import pictures
 
 pytest.importorskip("llguidance")
+Image = pytest.importorskip("PIL.Image")
 posix = pytest.mark.skipif(os.name == "nt", reason="a script stands in for Python")
 
 
@@ -35,7 +38,8 @@ class Kind:
     """A kind of child process.
 
     hello: a request. expected: the types in its answer. slow, large: requests that take too much time or
-    memory. use: starts a child as the program does. sentences: messages for the user, by cause.
+    memory. use: starts a child as the program does. sentences: messages for the user, by cause. attached,
+    heavy: raw bytes after hello, and after slow and large. most_raw: most raw bytes after an answer.
     """
 
     module: str
@@ -46,9 +50,16 @@ class Kind:
     large: dict[str, Any]
     use: Callable[[], object]
     sentences: dict[Cause, str]
+    attached: bytes = b""
+    heavy: bytes = b""
+    most_raw: int = 0
 
     def started(self, limits: ChildLimits) -> Child:
         return Child(self.module, self.packages, limits)
+
+    def greet(self, child: Child) -> dict[str, Any]:
+        """Send hello, and return the answer."""
+        return child.ask(encoded(self.hello), self.attached, self.most_raw, **self.expected)
 
 
 def source(text: str) -> dict[str, Any]:
@@ -64,13 +75,31 @@ def use_a_template() -> object:
         return template.render([{"role": "user", "content": "hello"}])
 
 
+def png(side: int) -> bytes:
+    """Return a black square."""
+    file = io.BytesIO()
+    Image.new("RGB", (side, side)).save(file, "PNG")
+    return file.getvalue()
+
+
+SMALL, LARGE = png(2), png(4000)
+
+
+def use_an_image() -> object:
+    return pictures.decoded(SMALL)
+
+
+def image_request(data: bytes) -> dict[str, Any]:
+    return {"n_pixels": 1 << 24, "n_raw": len(data)}
+
+
 def use_a_grammar() -> object:
     return Grammars(load_tokenizer(bpe_metadata())).constraint("regex", "hello")
 
 
 KINDS = {
     "template": Kind(
-        "jinja_child", ("jinja2", "markupsafe"),
+        "hotset.text.jinja_child", ("jinja2", "markupsafe"),
         source("hello"), {},
         source("{{ (9 ** 999999) ** 9999 }}"), source("{{ 'a'|center(99999) }}" * 10_000),
         use_a_template,
@@ -83,7 +112,7 @@ KINDS = {
         },
     ),
     "grammar": Kind(
-        "grammar_child", ("llguidance",),
+        "hotset.text.grammar_child", ("llguidance",),
         grammar("regex", "hello"), {"grammar": str, "ignored": list},
         grammar("json_schema", LONG_TO_COMPILE), grammar("json_schema", LONG_TO_COMPILE),
         use_a_grammar,
@@ -95,6 +124,20 @@ KINDS = {
             Cause.DIED: "does not compile within 3 s of computing and 1024 MiB",
         },
     ),
+    "image": Kind(
+        "hotset.formats.image_child", ("PIL",),
+        image_request(SMALL), {"height": int, "width": int, "raw": bytes},
+        image_request(LARGE), image_request(LARGE),
+        use_an_image,
+        {
+            Cause.NOT_STARTED: r"that decodes images cannot be started \(/no/such/python: \w",
+            Cause.NOT_READY: r"that decodes images ended as it started \(exit code 3\)",
+            Cause.TIME: r"image takes more than 0\.1 s to decode",
+            Cause.MEMORY: "image takes more than 1024 MiB of memory to decode",
+            Cause.DIED: r"image brought down the process that decodes it \(exit code ",
+        },
+        SMALL, LARGE, 3 << 24,
+    ),
 }  # fmt: skip
 LIMITS = ChildLimits(seconds=60.0, longest=600.0, n_bytes=1 << 30)
 
@@ -104,9 +147,9 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
 
 
-def fault(child: Child, request: dict[str, Any], expected: dict[str, type]) -> ChildError:
+def fault(kind: Kind, child: Child, request: dict[str, Any]) -> ChildError:
     with pytest.raises(ChildError) as raised:
-        child.ask(encoded(request), **expected)
+        child.ask(encoded(request), kind.heavy, kind.most_raw, **kind.expected)
     return raised.value
 
 
@@ -130,14 +173,14 @@ READY = message(b"{}")
 @wine.lacks("the computing time of other processes")
 def test_computing_time_is_bounded(kind: Kind) -> None:
     with kind.started(ChildLimits(seconds=0.1, longest=600.0, n_bytes=1 << 30)) as child:
-        error = fault(child, kind.slow, kind.expected)
+        error = fault(kind, child, kind.slow)
         assert (error.cause, error.detail) == (Cause.TIME, "0.1 s")
         assert child.process.wait() != 0
 
 
 def test_time_by_the_clock_is_bounded(kind: Kind) -> None:
     with kind.started(ChildLimits(seconds=600.0, longest=0.1, n_bytes=1 << 30)) as child:
-        error = fault(child, kind.slow, kind.expected)
+        error = fault(kind, child, kind.slow)
         assert (error.cause, error.detail) == (Cause.TIME, "0.1 s")
 
 
@@ -152,14 +195,14 @@ def test_memory_is_bounded_by_the_parent_where_the_system_has_no_limits(
 
     monkeypatch.setattr(subprocess, "Popen", unlimited)
     with kind.started(ChildLimits(seconds=600.0, longest=600.0, n_bytes=16 << 20)) as child:
-        error = fault(child, kind.large, kind.expected)
+        error = fault(kind, child, kind.large)
         assert (error.cause, error.detail) == (Cause.MEMORY, "16 MiB")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc shows the limits")
 def test_the_system_ends_a_child_whose_parent_does_not(kind: Kind) -> None:
     with kind.started(LIMITS) as child:
-        child.ask(encoded(kind.hello), **kind.expected)
+        kind.greet(child)
         process = psutil.Process(child.process.pid)
         for name in (psutil.RLIMIT_FSIZE, psutil.RLIMIT_NPROC, psutil.RLIMIT_CORE):
             assert process.rlimit(name) == (0, 0)
@@ -173,7 +216,7 @@ def test_a_child_loads_nothing_heavy_and_knows_no_secrets(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     with kind.started(LIMITS) as child:
-        child.ask(encoded(kind.hello), **kind.expected)
+        kind.greet(child)
         process = psutil.Process(child.process.pid)
         assert not any("numpy" in entry.path or "tokenizers" in entry.path for entry in process.memory_maps())
         assert "HF_TOKEN" not in process.environ()
@@ -226,6 +269,9 @@ def test_missing_python_gives_one_message(kind: Kind, monkeypatch: pytest.Monkey
         (Cause.DIED, [READY, message(b'"a text"'), "exec sleep 600"]),
         (Cause.DIED, [READY, READY, message(b'{"text": 5, "grammar": 5}'), "exec sleep 600"]),
         (Cause.DIED, [READY, message(b'{"error": []}'), "exec sleep 600"]),
+        (Cause.DIED, [READY, message(b'{"n_raw": -1}'), "exec sleep 600"]),
+        (Cause.DIED, [READY, message(b'{"n_raw": 1e99}'), "exec sleep 600"]),
+        (Cause.DIED, [READY, message(b'{"n_raw": 99}'), "exit 3"]),
     ],
 )
 def test_hostile_child_cannot_harm_the_parent(
@@ -233,7 +279,7 @@ def test_hostile_child_cannot_harm_the_parent(
 ) -> None:
     replace_python(monkeypatch, tmp_path, lines)
     if cause is Cause.TIME:
-        for module in (renderer, constraint):
+        for module in (renderer, constraint, pictures):
             monkeypatch.setattr(module, "LIMITS", ChildLimits(seconds=600.0, longest=0.1, n_bytes=1 << 30))
     check_sentence(kind, cause)
 

@@ -15,6 +15,7 @@ import numpy as np
 from hotset import _core
 from hotset.errors import InvalidRequestError
 from hotset.load_parameters import MOST_DRAFTED
+from hotset.model.operations import Rope
 from hotset.offload.cache_stats import CacheStats
 
 BLOCK_SIZE = 64  # tokens per KV block
@@ -22,9 +23,23 @@ SAVED_TOKENS = MOST_DRAFTED + 1  # the state can be saved after each of a sequen
 LOGIT_GROUP = 64  # adjacent logits of a row, of which a backend may find the largest
 N_CANDIDATES = 128  # the largest logits of a row, which a backend may return instead of all
 
+MAX_AXES = 4  # most columns of Batch.rotary
+
 AdapterScales = tuple[tuple[str, float], ...]
 """The adapters (LoRA) of a sequence: pairs of a digest (formats/lora.py) and a scale."""
 NO_ADAPTERS: AdapterScales = ()
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """The tokens of a batch that belong to images, and their rows, which replace token embeddings.
+
+    places: int32 [n], rising indices of tokens. rows: float32 [n, n_embd], as the model's embedding operation
+    (operations.Embed, `replaceable`) would return them.
+    """
+
+    places: np.ndarray
+    rows: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -39,8 +54,13 @@ class Batch:
     thresholded: bool [n_tokens], the tokens whose small values count as zero (operations.Threshold); None:
     no tokens.
     adapter_scales: one item per row of block_tables; None: the backend's default for all.
+    rotary: int32 [n_tokens, at most MAX_AXES], the positions for rotations with axes (operations.Rope); None:
+    `positions`.
+    groups: int32 [n_tokens, 2], the positions [first, last) of each token's group, such as a window or an
+    image, for Attention.groups. The whole group is in the batch or before it. None: no groups.
     wants_candidates: the N_CANDIDATES largest logits of each output are enough, equal ones by rising token. A
     backend may still return all logits.
+    image_rows: rows that replace embeddings; the ids of their tokens are 0. None: no images.
 
     states, saves: only for graphs with recurrent operations (operations.Recurrent), otherwise ignored. The
     positions of a sequence must then be consecutive. states: int32 [n_sequences], the slot with the state of
@@ -61,11 +81,20 @@ class Batch:
     saves: np.ndarray | None = None
     adapter_scales: Sequence[AdapterScales] | None = None
     wants_candidates: bool = False
+    image_rows: ImageRows | None = None
+    rotary: np.ndarray | None = None
+    groups: np.ndarray | None = None
 
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the first token and the number of tokens of each sequence, in order: int64 [n] each."""
         first = np.flatnonzero(np.append(True, self.sequences[1:] != self.sequences[:-1]))
         return first, np.diff(first, append=len(self.sequences))
+
+    def rotary_positions(self, rope: Rope) -> np.ndarray:
+        """Return the positions that turn each token: int32 [n_tokens], or [n_tokens, n_rot / 2] with axes."""
+        if rope.axes is None or self.rotary is None:
+            return self.positions
+        return self.rotary[:, list(rope.axes)]
 
     def with_states_of_rows(self, steps: int | np.ndarray, slots: np.ndarray | None = None) -> Batch:
         """Return the batch with states for callers that keep none: each row uses two slots in turn.

@@ -22,7 +22,35 @@ def lookup(weights: WeightSource, op: Embed, batch: Batch) -> np.ndarray:
     """
     rows = encoded_rows(weights, op, batch)
     info = weights.tensors[op.weight]
-    return _core.dequantize(int(info.type), rows.reshape(-1), len(rows), info.shape[0])
+    decoded = _core.dequantize(int(info.type), rows.reshape(-1), len(rows), info.shape[0])
+    return with_images(op, decoded, batch)
+
+
+def with_images(op: Embed, rows: np.ndarray, batch: Batch) -> np.ndarray:
+    """Return embedding rows [n_tokens, width] in which rows of images replace their tokens' rows.
+
+    Raises InvalidRequestError for rows of images that do not fit.
+    """
+    if batch.image_rows is None or not op.replaceable:
+        return rows
+    places, given = batch.image_rows.places, batch.image_rows.rows
+    check_image_rows(batch, op.out.width)
+    out = rows.copy()
+    out[places] = given
+    return out
+
+
+def check_image_rows(batch: Batch, width: int) -> None:
+    """Raise InvalidRequestError if the image rows of a batch break the contract of ImageRows."""
+    assert batch.image_rows is not None
+    places, rows = batch.image_rows.places, batch.image_rows.rows
+    if rows.shape != (len(places), width) or rows.dtype != np.float32:
+        raise InvalidRequestError(
+            f"the rows of images must be float32 [{len(places)}, {width}], not {rows.dtype} "
+            f"{list(rows.shape)}"
+        )
+    if len(places) and (places[0] < 0 or places[-1] >= len(batch.tokens) or (np.diff(places) <= 0).any()):
+        raise InvalidRequestError("the places of image rows must rise and be tokens of the batch")
 
 
 def encoded_rows(weights: WeightSource, op: Embed, batch: Batch) -> np.ndarray:

@@ -25,7 +25,7 @@ from hotset.backends.base import (
     check_states,
 )
 from hotset.backends.decoded import DecodedWeights
-from hotset.backends.embedding import encoded_rows
+from hotset.backends.embedding import encoded_rows, with_images
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.formats.quants import dequantize
 from hotset.formats.source import WeightSource
@@ -169,7 +169,7 @@ class ReferenceBackend(WithoutDevices):
         match op:
             case ops.Embed():
                 info, encoded = self.weights.tensors[op.weight], encoded_rows(self.weights, op, batch)
-                return dequantize(encoded, info.type, (info.shape[0], len(encoded)))
+                return with_images(op, dequantize(encoded, info.type, (info.shape[0], len(encoded))), batch)
             case ops.RMSNorm():
                 return normalised(op, values[op.x.id], self._weight(op.weight), None)
             case ops.UnitNorm():
@@ -195,7 +195,7 @@ class ReferenceBackend(WithoutDevices):
             case ops.Threshold():
                 return zero_small(values[op.x.id], op.threshold, batch.thresholded)
             case ops.Rotate():
-                return rotate(values[op.x.id], batch.positions, op)
+                return rotate(values[op.x.id], batch.rotary_positions(op.rope), op)
             case ops.PositionGain():
                 return position_gain(op, batch.positions)
             case ops.Attention():
@@ -239,7 +239,7 @@ class ReferenceBackend(WithoutDevices):
             case ops.ExpertSum():
                 return self._expert_sum(op, values[op.x.id], values[op.route.id])
             case ops.SelectOutputs():
-                return values[op.x.id][batch.outputs]
+                return joined_rows(values[op.x.id], batch.outputs, op.n)
             case _:
                 assert_never(op)
 
@@ -513,6 +513,11 @@ def seen_by(
         else:
             reach = op.window // 2 if op.window else len(whole[sequence])
             seen, first = whole[sequence][: own + reach + 1], max(own - reach, 0)
+        if op.groups != "none" and batch.groups is not None:
+            start, end = batch.groups[token].tolist()
+            if op.groups == "also":
+                start, end = min(start, first), max(end, len(seen))
+            seen, first = whole[sequence][:end], start
         yield seen[first:], own - np.arange(first, len(seen))
 
 
@@ -617,11 +622,24 @@ def normalised(
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, op: ops.Rotate) -> np.ndarray:
-    """Return the rotary embedding (arXiv 2104.09864) of x [n_tokens, n_head * head_dim]; float64 angles."""
+    """Return the rotary embedding (arXiv 2104.09864) of x [n_tokens, n_head * head_dim]; float64 angles.
+
+    positions: as for `cos_sin`.
+    """
     cos, sin = (values[:, None, :] for values in cos_sin(op.rope, positions))  # [n_tokens, 1, n_rot / 2]
     out = x.reshape(len(x), op.n_head, op.head_dim).copy()
     turn(out[..., op.first : op.first + op.rope.n_rot], op.rope, cos, sin)
     return out.reshape(x.shape)
+
+
+def joined_rows(x: np.ndarray, outputs: np.ndarray, n: int) -> np.ndarray:
+    """Return the rows of the n tokens up to each output, side by side: [n_outputs, n * width].
+
+    Raises InvalidRequestError if the first output has fewer tokens before it.
+    """
+    if len(outputs) and outputs[0] + 1 < n:
+        raise InvalidRequestError(f"an output joins {n} tokens, and the first has fewer")
+    return x[outputs[:, None] + np.arange(1 - n, 1)].reshape(len(outputs), n * x.shape[1])
 
 
 def joined(op: ops.Heads, x: np.ndarray, shared: np.ndarray | None) -> np.ndarray:

@@ -46,9 +46,10 @@ class Capabilities:
     adapters, speculation, prompt_cache: LoRA, drafts and a prompt cache on disk, for a model that is whole on
     one device. neuron_split, expert_cache: the CPU computes the other neurons, or experts. sparse_ffn: models
     run sparse by default, and kernels count the neurons that fire. thresholds: kernels skip inputs that
-    activation thresholds make zero. ram_budget: works within a budget of host memory. unasked: its devices
-    are used even if no option names them. cards: plans for cards that this machine does not have. state: the
-    devices on which it was measured. determinism: the conditions under which results have the same bits.
+    activation thresholds make zero. images: rows of images enter in place of embeddings. ram_budget: works
+    within a budget of host memory. unasked: its devices are used even if no option names them. cards: plans
+    for cards that this machine does not have. state: the devices on which it was measured. determinism: the
+    conditions under which results have the same bits.
     """
 
     title: str
@@ -62,6 +63,7 @@ class Capabilities:
     expert_cache: bool = False
     sparse_ffn: bool = False
     thresholds: bool = False
+    images: bool = False
     ram_budget: bool = False
     unasked: bool = False
     cards: bool = False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hotset.cli.console import print_table, say
@@ -21,7 +22,7 @@ def has_template(model: Model) -> bool:
 
 
 def chunks(
-    model: Model, prompt: str | list[dict[str, str]], params: dict[str, Any], *, parse_special: bool = True
+    model: Model, prompt: str | list[dict[str, Any]], params: dict[str, Any], *, parse_special: bool = True
 ) -> Iterator[Chunk]:
     """Return the chunks of the answer to a text, used unchanged, or to messages in the chat template.
 
@@ -30,6 +31,17 @@ def chunks(
     if isinstance(prompt, str):
         return model.stream(model.encode(prompt, parse_special=parse_special), **params)
     return model.stream(model.encode_chat(prompt), **params)
+
+
+def with_images(text: str, images: Sequence[Path]) -> str | list[dict[str, Any]]:
+    """Return the content of a message: the text, after the images if there are any.
+
+    It has their absolute paths, so that a saved conversation finds them again.
+    """
+    if not images:
+        return text
+    parts: list[dict[str, Any]] = [{"type": "image", "path": str(path.absolute())} for path in images]
+    return [*parts, {"type": "text", "text": text}]
 
 
 def bytes_touched(model: Model, timings: Timings, stats: StatsSummary | None) -> float:

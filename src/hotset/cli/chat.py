@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hotset.cli.answer import closing_line, has_template, print_stats
+from hotset.cli.answer import closing_line, has_template, print_stats, with_images
 from hotset.cli.console import print_error, say
 from hotset.cli.editor import Editor, block
 from hotset.cli.terminal import AnswerWriter
@@ -21,6 +21,7 @@ from hotset.files import check_target, expanded, write_whole
 from hotset.parameters import shown
 from hotset.sampling_parameters import PARAMETERS
 from hotset.text.fitting import fitted
+from hotset.text.image_text import NO_TOKEN
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class Chat:
         self.another: Callable[[str], Model] | None = None
         self.template = has_template(model) and not raw
         self.system = system
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, Any]] = []
+        self.images: list[Path] = []  # for the next message
         self.n_dropped = 0  # the oldest turns, which the latest prompt left out
         self.last: Chunk | None = None
         self.answered = 0  # answers; `generated` counts their tokens
@@ -62,6 +64,7 @@ class Chat:
             "set": (self.set_parameter, "PARAMETER VALUE: set a sampling parameter, such as temperature 0.2"),
             "model": (self.change_model, "NAME: continue the conversation with another model"),
             "load": (self.change_model, "NAME: the same"),
+            "image": (self.attach, "FILE: show an image with the next message"),
             "regen": (self.regenerate, "answer the last question again"),
             "stats": (self.stats, "speed, context used, bytes read per token"),
             "save": (self.save, "FILE: write the conversation as JSON"),
@@ -97,8 +100,9 @@ class Chat:
                 return
         if not text.strip():
             return
-        if self.template:
-            self.messages.append({"role": "user", "content": text})
+        if self.template or self.images:
+            content, self.images = with_images(text, self.images), []
+            self.messages.append({"role": "user", "content": content})
             self.answer()
         else:
             ids = self.model.encode(text, parse_special=self.parse_special)
@@ -146,11 +150,11 @@ class Chat:
         return self.model.encode_chat(messages, variables=self.model.output_form.effort({}, budget).variables)
 
     @property
-    def whole(self) -> list[dict[str, str]]:
+    def whole(self) -> list[dict[str, Any]]:
         """Return all messages, with the system message."""
         return [*self._system_messages(), *self.messages]
 
-    def _system_messages(self) -> list[dict[str, str]]:
+    def _system_messages(self) -> list[dict[str, Any]]:
         return [{"role": "system", "content": self.system}] if self.system else []
 
     def _show(self, answer: Iterator[Chunk]) -> str:
@@ -182,7 +186,21 @@ class Chat:
         say("  A message continues after a line that ends with \\.")
         say("  Tab completes commands; the arrow up and Ctrl-R find earlier messages, of earlier chats too.")
 
+    def attach(self, rest: str) -> None:
+        """Check an image, and keep it for the next message."""
+        if not rest:
+            names = ", ".join(path.name for path in self.images)
+            say(f"Images of the next message: {names or '(none)'}; add one with /image FILE")
+            return
+        if self.raw:
+            raise HotsetError("images need the chat template, which --raw leaves out")
+        path = expanded(rest.strip("'\""))
+        encoded = self.model.encode_chat([{"role": "user", "content": with_images("", [path])}])
+        self.images.append(path)
+        say(f"({path.name} is shown with the next message: {encoded.count(NO_TOKEN)} tokens)", dim=True)
+
     def clear(self, _: str) -> None:
+        self.images.clear()
         self.messages.clear()
         self.n_dropped = 0
         say("(a new conversation)", dim=True)
@@ -292,11 +310,17 @@ def chat(
     parse_special: bool = True,
     session: Session | None = None,
     another: Callable[[str], Model] | None = None,
+    images: Sequence[Path] = (),
 ) -> None:
-    """Chat until /exit or Ctrl-D. session: keeps the conversation. another: loads a model by name."""
+    """Chat until /exit or Ctrl-D. session: keeps the conversation. another: loads a model by name.
+
+    images: for the first message.
+    """
     if system and (raw or not has_template(model)):
         raise typer.BadParameter("it needs a chat template.", param_hint="--system")
     conversation = Chat(model, system, raw, params, parse_special)
+    for path in images:
+        conversation.attach(str(path))
     if session is None:
         conversation.another = another
         try:

@@ -11,6 +11,7 @@ from hotset.cli import options
 from hotset.cli.console import print_json, say
 from hotset.cli.progress import ProgressBar
 from hotset.convert.hf import convert_hf
+from hotset.convert.projector import convert_projector
 from hotset.sparsity.profile import Profile
 from hotset.units import human_size
 
@@ -36,6 +37,10 @@ def convert(
             metavar="PATTERN=TYPE",
         ),
     ] = None,
+    mmproj: Annotated[
+        bool,
+        options.option("--mmproj", "Write the image encoder and its projector instead of the text model."),
+    ] = False,
     powerinfer: Annotated[
         bool, options.option("--powerinfer", "Write PowerInfer's format; requires --predictors.")
     ] = False,
@@ -67,6 +72,12 @@ def convert(
             "'hotset sparse train'.",
             param_hint="--powerinfer",
         )
+    if mmproj:
+        others = {"--powerinfer": powerinfer, "--predictors": predictors, "--profile": profile}
+        if given := [name for name, value in (others | {"--activation": activation}).items() if value]:
+            raise typer.BadParameter(f"--mmproj cannot be combined with {given[0]}.", param_hint="--mmproj")
+        _convert_projector(source, target, type, tensor_type or [], json=json)
+        return
     with ProgressBar() as bar:
         written = convert_hf(
             source,
@@ -91,3 +102,14 @@ def convert(
     ):
         more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
         say(f"{notes[0]}{more}", dim=True)
+
+
+def _convert_projector(source: Path, target: Path, type: str, tensor_types: list[str], *, json: bool) -> None:
+    """Convert the image encoder of a checkpoint, and say so."""
+    with ProgressBar() as bar:
+        convert_projector(source, target, type, tensor_types=tensor_types, progress=bar)
+    n_bytes = target.stat().st_size
+    if json:
+        print_json({"path": str(target), "size": n_bytes, "type": type.lower()})
+    else:
+        say(f"Wrote {target} ({human_size(n_bytes)}). Use it with: hotset run MODEL --mmproj {target}")

@@ -18,6 +18,7 @@ from hotset.errors import HotsetError, InvalidRequestError, ModelNotFoundError
 from hotset.files import expanded
 from hotset.report.bars import percent
 from hotset.storage import aliases, catalogue, created, elsewhere, on_this_machine, resolve, store
+from hotset.storage.projectors import projector_of
 from hotset.storage.store import StoredModel
 from hotset.units import human_count, human_size
 
@@ -325,6 +326,8 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
         "vocabulary": len(tokens) if isinstance(tokens, Sized) and not isinstance(tokens, str) else None,
         "chat_template": "tokenizer.chat_template" in meta,
     }
+    if (projector := projector_of(path)) is not None:
+        facts["projector"] = {"path": str(projector), "size": projector.stat().st_size}
     try:
         config = read_config(gguf, activation=activation)
         cost = Cost(describe_graph(config, gguf.tensors), gguf.tensors)
@@ -530,6 +533,8 @@ def _fact_rows(facts: dict[str, Any]) -> list[list[str]]:
         ["tokenizer", f"{tokenizer}, {facts['vocabulary']} tokens" if facts["tokenizer"] else None],
         ["chat template", "yes" if facts["chat_template"] else "no"],
     ]
+    if (projector := facts.get("projector")) is not None:
+        rows.append(["images", f"by {Path(projector['path']).name} ({human_size(projector['size'])})"])
     if not facts["runs"]:
         return [*[r for r in rows if r[1]], ["runs here", f"no: {facts['reason']}"]]
     rope = facts["rope"]

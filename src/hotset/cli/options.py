@@ -133,6 +133,7 @@ _LOAD_OPTIONS: dict[str, Any] = {
     "thresholds": Annotated[Path | None, load_option("thresholds", dir_okay=False)],
     "draft": Annotated[str | None, load_option("draft", metavar="MODEL")],
     "lookup": Annotated[Path | None, load_option("lookup", **_FILE)],
+    "mmproj": Annotated[Path | None, load_option("mmproj", **_FILE)],
     "lora": Annotated[list[str] | None, load_option("lora", metavar="FILE[:SCALE]")],
     "chat_template": Annotated[str | None, load_option("chat_template", metavar="NAME|TEXT")],
     "cache_dir": Annotated[Path | None, load_option("cache_dir", file_okay=False)],
@@ -332,8 +333,13 @@ class CacheTypeOptions(LoadOptions):
         return super().fields() | own
 
 
+@_with("mmproj", "no_mmproj", "image_max_tokens", "image_cache")
+class ImageOptions(LoadOptions):
+    """Options for a model's images."""
+
+
 @_with("n_ctx", "n_seqs", "max_batch", "n_threads")
-class PlanOptions(PlacementOptions, SparsityOptions, CacheTypeOptions):
+class PlanOptions(ImageOptions, PlacementOptions, SparsityOptions, CacheTypeOptions):
     """Options for a plan: the computed neurons and their placement."""
 
 
@@ -437,7 +443,7 @@ class TemplateOptions(LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerOptions(TemplateOptions, PromptCacheOptions, SpeculationOptions, ModelOptions):
+class AnswerOptions(ImageOptions, TemplateOptions, PromptCacheOptions, SpeculationOptions, ModelOptions):
     """Options for loading a model that generates answers."""
 
 

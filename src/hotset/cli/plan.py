@@ -19,6 +19,8 @@ from hotset.files import check_target
 from hotset.formats.gguf import open_gguf
 from hotset.formats.powerinfer import GPUIndex, write_gpu_index
 from hotset.loader.build import open_model, plan_model
+from hotset.loader.decide import Reserved
+from hotset.loader.images import image_bytes, with_images
 from hotset.memory import free_memory
 from hotset.placement.cards import DEFAULT, DEFAULT_LINK, Card, find_card
 from hotset.placement.detect import detect_gpu
@@ -137,7 +139,8 @@ def _decide(path: Path, settings: LoadSettings, card: Card | None) -> tuple[Plac
     with open_model(path, own) as opened:
         if card is not None:
             opened = replace(opened, settings=settings, devices=(card,))
-        decided = plan_model(opened)
+        with with_images(opened) as seeing:
+            decided = plan_model(seeing, reserved=Reserved(images=image_bytes(seeing)))
         decided.weights.close()
     free = free_memory() / 2**30
     if decided.placement is None and decided.ram is None and math.isfinite(free):

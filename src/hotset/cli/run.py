@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.answer import bytes_touched, chunks, closing_line, has_template, print_stats
+from hotset.cli.answer import (
+    bytes_touched,
+    chunks,
+    closing_line,
+    has_template,
+    print_stats,
+    with_images,
+)
 from hotset.cli.console import (
     input_waits,
     print_choice,
@@ -54,6 +62,10 @@ def run(
     ] = None,
     prompt_option: Annotated[str | None, typer.Option("--prompt", "-p", help="The same as PROMPT.")] = None,
     file: options.File = None,
+    image: Annotated[
+        list[Path] | None,
+        options.option("--image", "An image for the prompt; repeatable.", exists=True, dir_okay=False),
+    ] = None,
     system: options.System = None,
     raw: options.Raw = False,
     parse_special: options.ParseSpecial = True,
@@ -68,6 +80,8 @@ def run(
     """Answer a prompt, or chat."""
     gc.set_threshold(_COLLECTED)
     name, text = _arguments(model, prompt, prompt_option, file)
+    if image and raw:
+        raise typer.BadParameter("it needs the chat template, which --raw leaves out.", param_hint="--image")
     params = sampling.params()
     loading.check_cache_disk()
     settings = loading.settings(max_sequences=1)
@@ -95,10 +109,10 @@ def run(
 
             chat(
                 loaded, system=system, raw=raw, params=params, parse_special=parse_special, session=kept,
-                another=another,
+                another=another, images=image or (),
             )  # fmt: skip
             return
-        asked = _messages(loaded, system, text, raw)
+        asked = _messages(loaded, system, text, raw, image or ())
         if kept is not None:
             asked = kept.with_question(asked)
         answer = _answer(loaded, asked, params, json, stats, parse_special=parse_special)
@@ -246,9 +260,14 @@ def _of_size(size: int | None) -> str:
 # -- one answer ----------------------------------------------------------------------------------
 
 
-def _messages(model: Model, system: str | None, text: str, raw: bool) -> str | list[dict[str, str]]:
-    """Return the conversation of one prompt, or the bare text if no chat template is applied."""
-    if raw or not has_template(model):
+def _messages(
+    model: Model, system: str | None, text: str, raw: bool, images: Sequence[Path]
+) -> str | list[dict[str, Any]]:
+    """Return the conversation of one prompt, or the bare text if no chat template is applied.
+
+    Images always need a template; a file without one gets the format that its vocabulary suggests.
+    """
+    if (raw or not has_template(model)) and not images:
         if system:
             raise typer.BadParameter(
                 "it needs a chat template, which "
@@ -257,12 +276,12 @@ def _messages(model: Model, system: str | None, text: str, raw: bool) -> str | l
             )
         return text
     messages = [{"role": "system", "content": system}] if system else []
-    return [*messages, {"role": "user", "content": text}]
+    return [*messages, {"role": "user", "content": with_images(text, images)}]
 
 
 def _answer(
     model: Model,
-    prompt: str | list[dict[str, str]],
+    prompt: str | list[dict[str, Any]],
     params: dict[str, Any],
     as_json: bool,
     with_stats: bool,
@@ -406,7 +425,7 @@ def _disk(model: Model, timings: Timings) -> dict[str, Any]:
 def _with_quality(
     model: Model,
     stats: StatsSummary | None,
-    prompt: str | list[dict[str, str]],
+    prompt: str | list[dict[str, Any]],
     tokens: list[int],
     parse_special: bool,
 ) -> StatsSummary | None:

@@ -92,6 +92,9 @@ class ServerOptions:
     strict_requests: Annotated[
         bool, _option("--strict-requests", "Refuse fields of requests that have no effect.")
     ] = False
+    allow_remote_images: Annotated[
+        bool, _option("--allow-remote-images", "Fetch images of messages from public http addresses.")
+    ] = False
     max_queue: Annotated[
         int, _option("--max-queue", "Requests that may wait; more are refused (429).", min=0)
     ] = 64

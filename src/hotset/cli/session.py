@@ -14,7 +14,7 @@ from hotset.loader.prompt_cache import session_files
 if TYPE_CHECKING:
     from hotset.api import Model
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 class Session:
@@ -74,8 +74,28 @@ def _messages(given: Any, path: Path) -> list[Message]:
     if not isinstance(given, list) or not all(
         isinstance(one, dict)
         and set(one) == {"role", "content"}
-        and all(isinstance(v, str) for v in one.values())
+        and isinstance(one["role"], str)
+        and _is_content(one["content"])
         for one in given
     ):
         raise FormatError(f"{path} has no conversation; name another file.")
     return given
+
+
+def _is_content(given: Any) -> bool:
+    """Return whether a content is a text, or a list of texts and paths of images."""
+    if isinstance(given, str):
+        return True
+    forms = ({"type": "text", "text": str}, {"type": "image", "path": str})
+    return isinstance(given, list) and all(
+        isinstance(part, dict)
+        and any(
+            set(part) == set(form) and part["type"] == form["type"] and all(map(_is_str, part.values()))
+            for form in forms
+        )
+        for part in given
+    )
+
+
+def _is_str(value: Any) -> bool:
+    return isinstance(value, str)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from hotset.backends.base import NO_ADAPTERS, AdapterScales, Batch
+from hotset.backends.base import NO_ADAPTERS, AdapterScales, Batch, ImageRows
+from hotset.engine.images import N_AXES
 from hotset.engine.scheduler import Chunks
 
 
@@ -42,9 +45,11 @@ class BatchBuilder:
         tokens, positions, sequences, outputs = self._tokens, self._positions, self._sequences, self._outputs
         n_tokens = n_outputs = 0
         wants_candidates = True
+        has_images = False
         scales: list[AdapterScales] = [NO_ADAPTERS] * (self._max_sequences if self.has_adapters else 0)
         for sequence, n in chunks:
             start = sequence.n_computed
+            has_images |= sequence.images is not None
             if n == 1:
                 tokens[n_tokens] = sequence.tokens[start]
                 positions[n_tokens] = start
@@ -75,7 +80,7 @@ class BatchBuilder:
                 outputs[n_outputs : n_outputs + n_rows] = np.arange(n_tokens + n - n_rows, n_tokens + n)
             n_outputs += n_rows
             n_tokens += n
-        return Batch(
+        batch = Batch(
             tokens[:n_tokens],
             positions[:n_tokens],
             sequences[:n_tokens],
@@ -88,3 +93,30 @@ class BatchBuilder:
             scales if self.has_adapters else None,
             wants_candidates,
         )
+        return _with_images(batch, chunks) if has_images else batch
+
+
+def _with_images(batch: Batch, chunks: Chunks) -> Batch:
+    """Return the batch with the rows, rotary positions and groups of its sequences' images."""
+    rows: list[ImageRows] = []
+    rotary = groups = None
+    place = 0
+    for sequence, n in chunks:
+        images, start, at = sequence.images, sequence.n_computed, slice(place, place + n)
+        if images is not None:
+            rows += images.rows(start, n, place)
+            if images.has_rotary:
+                if rotary is None:
+                    rotary = np.repeat(batch.positions[:, None], N_AXES, axis=1)
+                rotary[at] = images.rotary(start, n)
+            if images.has_groups(start):
+                if groups is None:
+                    groups = np.stack([batch.positions, batch.positions + 1], axis=1)
+                groups[at] = images.groups(start, n)
+        place += n
+    np.maximum(batch.tokens, 0, out=batch.tokens)  # the ids of image tokens are negative
+    image_rows = None
+    if rows:
+        places = np.concatenate([each.places for each in rows])
+        image_rows = ImageRows(places, np.concatenate([each.rows for each in rows]))
+    return replace(batch, image_rows=image_rows, rotary=rotary, groups=groups)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -66,13 +66,14 @@ class Prefix(NamedTuple):
     """Tokens whose blocks are sought.
 
     first_thresholded_token, adapter_scales: as in a sequence. n_prompt: how many of the tokens are the
-    prompt.
+    prompt. images: the digests of images, each after its token id (engine/images.py).
     """
 
     tokens: Sequence[int]
     first_thresholded_token: int = NONE_THRESHOLDED
     n_prompt: int = 0
     adapter_scales: AdapterScales = NO_ADAPTERS
+    images: tuple[tuple[int, bytes], ...] = ()
 
     @property
     def n_blocks(self) -> int:
@@ -125,14 +126,22 @@ class BlockReading:
 def keys_of(identity: Identity, prefix: Prefix) -> list[bytes]:
     """Return the keys of a prefix's full blocks, 32 bytes each."""
     keys, key = [], identity.digest
+    images = dict(prefix.images)
     if prefix.adapter_scales:
         key = hashlib.blake2b(key + repr(prefix.adapter_scales).encode(), digest_size=32).digest()
     for i in range(prefix.n_blocks):
         tokens, n_unthresholded = prefix.block(i)
-        data = np.asarray(tokens, dtype="<i4").tobytes()
+        data = np.asarray(tokens, dtype="<i4").tobytes() if not images else _with_digests(tokens, images)
         key = hashlib.blake2b(key + bytes([n_unthresholded]) + data, digest_size=32).digest()
         keys.append(key)
     return keys
+
+
+def _with_digests(tokens: Sequence[int], images: Mapping[int, bytes]) -> bytes:
+    """Return the bytes of a block's tokens: -1 for the tokens of images, whose digests follow in order."""
+    ids = dict.fromkeys(token for token in tokens if token < 0)
+    data: bytes = np.maximum(np.asarray(tokens, dtype="<i4"), -1).astype("<i4").tobytes()
+    return data + b"".join(images[id] for id in ids)
 
 
 # ---- records ----

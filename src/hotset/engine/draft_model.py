@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hotset.backends.base import BLOCK_SIZE, Backend, Batch, StepResult
+from hotset.engine.images import N_AXES
 from hotset.engine.kv_cache import BlockPool
 from hotset.engine.sampler import Sampler, row_logprobs
 from hotset.engine.sequence import Sequence
@@ -208,6 +209,7 @@ class ModelDrafter(OfModel):
             slots += [each.own.slot] * n
             outputs += [len(tokens) - 1] if draws else []
         ids, at, rows = (np.array(values, np.int32) for values in (tokens, positions, slots))
+        np.maximum(ids, 0, out=ids)  # a draft model sees no images
         begun = time.perf_counter()
         result = self._backend.step(Batch(ids, at, rows, self._table, np.array(outputs, np.int32)))
         if draws and len(tokens) == len(parts):
@@ -280,7 +282,19 @@ class SelfDrafter(OfModel):
             Batch(
                 ids, at, rows, table, np.arange(len(active), dtype=np.int32),
                 thresholded=np.ones(len(active), np.bool_) if self._thresholded else None,
+                rotary=_rotary([wanted[i][0] for i in active], at),
             )
         )  # fmt: skip
         self._note_step(time.perf_counter() - begun)
         return result
+
+
+def _rotary(sequences: Many[Sequence], positions: np.ndarray) -> np.ndarray | None:
+    """Return the rotary positions of one token of each sequence, as Batch.rotary."""
+    if not any(one.images is not None and one.images.has_rotary for one in sequences):
+        return None
+    found = [
+        np.full((1, N_AXES), at, np.int32) if one.images is None else one.images.rotary(at, 1)
+        for one, at in zip(sequences, positions.tolist(), strict=True)
+    ]
+    return np.concatenate(found)

@@ -25,6 +25,7 @@ from hotset.backends.base import BLOCK_SIZE, NO_ADAPTERS, AdapterScales, Backend
 from hotset.engine.batch import BatchBuilder
 from hotset.engine.blocks import Prefix
 from hotset.engine.counters import Counters
+from hotset.engine.images import ImagePrompt, ImageTokens, SequenceImages
 from hotset.engine.kv_cache import NONE_THRESHOLDED
 from hotset.engine.pacing import PROMPT_SECONDS
 from hotset.engine.sampler import (
@@ -139,7 +140,7 @@ class Engine:
         self.backend = backend
         is_encoder, thresholded = traits.is_encoder, traits.thresholded
         self.is_encoder, self.speculator = is_encoder, speculator
-        max_batch = min(max_batch or backend.max_batch, backend.max_batch)
+        self.max_batch = max_batch = min(max_batch or backend.max_batch, backend.max_batch)
         self.n_ctx = min(n_ctx, max_batch) if is_encoder else n_ctx
         self.collect_stats = False
         if backend.n_states:  # each sequence reads one and writes another, and `take_states` needs two
@@ -212,7 +213,7 @@ class Engine:
 
     def prepare(
         self,
-        prompt: Tokens[int] | np.ndarray,
+        prompt: Tokens[int] | np.ndarray | ImagePrompt,
         params: SamplingParams | None = None,
         *,
         stop_ids: Collection[int] = (),
@@ -231,20 +232,20 @@ class Engine:
         """
         self.require_logits()
         params = params or SamplingParams()
+        images: Tokens[ImageTokens] = ()
+        if isinstance(prompt, ImagePrompt):
+            prompt, images = prompt
         tokens = self.checked(prompt)
-        if len(tokens) >= self.n_ctx:
-            raise ContextLengthError(
-                f"the prompt has {len(tokens)} tokens and leaves no room for an answer in the context of "
-                f"{self.n_ctx}; shorten it or load the model with a larger n_ctx",
-                n_tokens=len(tokens),
-                n_ctx=self.n_ctx,
-            )
+        self.require_room(len(tokens))
         forbidden = stop_ids if params.ignore_eos else ()
-        sampler = Sampler(params, self.backend.n_vocab, tokens, forbidden, constraint, breakers)
+        placed = SequenceImages(tokens, images, self.max_batch) if images else None
+        words = [token for token in tokens if token >= 0] if images else tokens
+        sampler = Sampler(params, self.backend.n_vocab, words, forbidden, constraint, breakers)
         n_tokens_max = self.n_ctx
         if params.max_tokens is not None:
             n_tokens_max = min(n_tokens_max, len(tokens) + params.max_tokens)
         sequence = self._new(tokens, owner, reuse_prefix, n_tokens_max=n_tokens_max)
+        sequence.images = placed
         if adapters is not None:
             sequence.choose(adapters)
         sequence.sampler = sampler
@@ -332,6 +333,16 @@ class Engine:
             self.scheduler.waiting.append(sequence)
             self._next_deadline = min(self._next_deadline, sequence.deadline)
         return sequence
+
+    def require_room(self, n_tokens: int) -> None:
+        """Raise ContextLengthError if a prompt of n_tokens and one token of an answer do not fit."""
+        if n_tokens >= self.n_ctx:
+            raise ContextLengthError(
+                f"the prompt has {n_tokens} tokens and leaves no room for an answer in the context of "
+                f"{self.n_ctx}; shorten it or load the model with a larger n_ctx",
+                n_tokens=n_tokens,
+                n_ctx=self.n_ctx,
+            )
 
     def require_logits(self) -> None:
         """Raise InvalidRequestError if the model is an encoder, which computes no logits."""

@@ -8,6 +8,7 @@ costs only its verification.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from itertools import takewhile
 
 import numpy as np
 
@@ -167,6 +168,8 @@ class LookupDrafter:
         period = len(tokens) - place
         while len(found) < n:  # the match overlaps the end: continue the repetition
             found.append(found[-period])
+        if sequence.images is not None:  # an image is not drafted
+            found = list(takewhile(lambda token: token >= 0, found))
         return _classed(found, length)
 
 

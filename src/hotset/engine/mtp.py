@@ -159,7 +159,7 @@ class MtpDrafter(OfModel):
         sizes = [len(each.tokens) for each in readings]
         ends = np.cumsum(sizes)
         batch = Batch(
-            np.concatenate([each.tokens for each in readings]).astype(np.int32),
+            np.maximum(np.concatenate([each.tokens for each in readings]), 0).astype(np.int32),
             np.concatenate(
                 [np.arange(each.start, each.start + len(each.tokens)) for each in readings]
             ).astype(np.int32),

@@ -27,6 +27,7 @@ from hotset.engine.blocks import (
     read_record,
 )
 from hotset.engine.driver import EngineThread
+from hotset.engine.images import IDS
 from hotset.engine.kv_cache import root_of
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.files import SMALL_FILE, open_regular, replacing
@@ -86,6 +87,7 @@ class SessionFiles:
         first = {"format": _FORMAT, "version": _VERSION, "about": about or {}, "n_prompt": prefix.n_prompt}
         first |= {"tokens": list(prefix.tokens), "first_thresholded": prefix.first_thresholded_token}
         first |= {"adapters": list(prefix.adapter_scales)} if prefix.adapter_scales else {}
+        first |= {"images": [[id, digest.hex()] for id, digest in prefix.images]} if prefix.images else {}
         n_blocks = n_bytes = 0
 
         def write(record: bytes) -> None:
@@ -133,11 +135,19 @@ class SessionFiles:
 
     def _prefix(self, first: Mapping[str, Any], path: Path) -> Prefix:
         try:
-            tokens = self.thread.engine.checked(first["tokens"]) if first["tokens"] else []
             scales = tuple((str(digest), float(scale)) for digest, scale in first.get("adapters", ()))
-            return Prefix(tokens, int(first["first_thresholded"]), int(first["n_prompt"]), scales)
+            digests = {int(id): bytes.fromhex(digest) for id, digest in first.get("images", ())}
+            known = {id: IDS.of(digest) for id, digest in digests.items()}  # ids of another process
+            tokens = self._tokens(first["tokens"], known)
+            images = tuple((known[id], digest) for id, digest in digests.items())
+            return Prefix(tokens, int(first["first_thresholded"]), int(first["n_prompt"]), scales, images)
         except (KeyError, TypeError, ValueError, OverflowError, InvalidRequestError):
             raise FormatError(f"{path} has tokens that this model lacks; choose another file.") from None
+
+    def _tokens(self, given: list[Any], images: Mapping[int, int]) -> list[int]:
+        """Return checked tokens. images: the ids in the file, and the ids in this process."""
+        words = self.thread.engine.checked([0 if one in images else one for one in given]) if given else []
+        return [images.get(one, word) for one, word in zip(given, words, strict=True)]
 
     def _blocks(self, file: BinaryIO, path: Path, keys: Sequence[bytes]) -> tuple[Blocks, int]:
         """Return the blocks that follow in a file, up to the first damaged one, and their bytes."""

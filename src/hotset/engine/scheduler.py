@@ -114,10 +114,12 @@ class Scheduler:
             elif budget:
                 chunks.append((sequence, 1))
                 budget -= 1
+        budget = _with_room_for_image(chunks, prompts, budget)
         share = self.prefill_budget.mixed if chunks else self.prefill_budget.pure
         of_row = self.prefill_budget.of_row(len(chunks))
         missing = [PrefillChunk(each.n_missing, self._weight_of(each, of_row)) for each in prompts]
         given = self._whole(missing, budget) if self._whole_texts else divide(missing, share, budget)
+        given = _uncut(prompts, given, budget)
         for sequence, n in zip(prompts, given, strict=True):
             if sequence.on_logits:  # the step returns whole rows of logits: bound their memory
                 n = min(n, max(sequence.first_output - sequence.n_computed, 0) + self._max_outputs)
@@ -456,8 +458,39 @@ class Scheduler:
             self.states.release(self._lent_states.pop())
 
 
+def _with_room_for_image(chunks: Chunks, prompts: list[Sequence], budget: int) -> int:
+    """Let decoding sequences wait for a step if the oldest prompt's image does not fit next to them.
+
+    chunks: of decoding sequences. budget: tokens that they leave. Returns the tokens that they leave then.
+    """
+    images = prompts[0].images if prompts else None
+    least = 0 if images is None else images.least(prompts[0].n_computed)
+    while chunks and budget < least:
+        chunks.pop()
+        budget += 1
+    return budget
+
+
+def _uncut(prompts: list[Sequence], given: list[int], room: int) -> list[int]:
+    """Return how many tokens of each prompt a step computes, so that no group of an image is cut.
+
+    given: the tokens of each without groups. room: tokens of all prompts; the oldest come first.
+    """
+    if all(sequence.images is None for sequence in prompts):
+        return given
+    found = []
+    for sequence, n in zip(prompts, given, strict=True):
+        n = min(n, room)
+        if sequence.images is not None:
+            n = sequence.images.chunk(sequence.n_computed, n, room)
+        found.append(n)
+        room -= n
+    return found
+
+
 def prefix_of(sequence: Sequence, n_tokens: int) -> Prefix:
     """Return the first tokens of a sequence as a prefix to search for."""
     tokens = sequence.tokens[:n_tokens]
     n_prompt = min(sequence.n_prompt, n_tokens)
-    return Prefix(tokens, sequence.first_thresholded_token, n_prompt, sequence.adapter_scales)
+    images = () if sequence.images is None else sequence.images.digests
+    return Prefix(tokens, sequence.first_thresholded_token, n_prompt, sequence.adapter_scales, images)

@@ -19,6 +19,7 @@ import numpy as np
 
 from hotset.backends.base import BLOCK_SIZE, NO_ADAPTERS, AdapterScales, StepStats
 from hotset.engine.blocks import BlockReading
+from hotset.engine.images import SequenceImages
 from hotset.engine.kv_cache import NONE_THRESHOLDED, ROOT
 from hotset.engine.sampler import Sampler, TokenLogprobs
 from hotset.parameters import real_number
@@ -69,7 +70,8 @@ class Owner:
 class Sequence:
     """A request in the engine; made by `Engine.prepare`, `prepare_score` and `prepare_tap`.
 
-    tokens: prompt and generated token ids. n_prompt: how many of them are the prompt.
+    tokens: prompt and generated token ids. n_prompt: how many of them are the prompt. images: of the prompt,
+    whose tokens have negative ids (engine/images.py); None: no images.
     n_reused: prompt tokens found in the cache. logprobs: one entry per generated token, if requested.
     finish_reason: None while it runs; "stop" (a stop token, which is the last of `tokens`), "length"
     (max_tokens or the end of the context), "cancelled", "timeout" (its deadline passed, running or waiting),
@@ -105,6 +107,7 @@ class Sequence:
         "first_token",
         "has_default_adapters",
         "id_slot",
+        "images",
         "last_token",
         "logprobs",
         "n_accepted",
@@ -136,6 +139,7 @@ class Sequence:
     def __init__(self, tokens: list[int], n_tokens_max: int, owner: Owner) -> None:
         self.tokens = tokens
         self.n_prompt = len(tokens)
+        self.images: SequenceImages | None = None
         self.first_thresholded_token = NONE_THRESHOLDED
         self.adapter_scales, self.has_default_adapters = NO_ADAPTERS, True
         self.sampler: Sampler | None = None

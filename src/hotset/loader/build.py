@@ -234,6 +234,7 @@ def build(
             raise
         config = read_config(decided.gguf, activation=settings.activation)
         opened = Opened(settings, decided.gguf, config, (), decided.sampling)
+        opened = opened.with_images(decided.images, decided.blind)
         decided.weights.close()
         _say_unplaced(error)
         return build(plan_model(opened, reserved=decided.reserved), runtime=runtime)

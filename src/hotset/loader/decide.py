@@ -18,6 +18,7 @@ from hotset.engine.engine import ModelTraits, ThresholdedTokens
 from hotset.errors import ContextLengthError, OutOfMemoryError
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.overlay import Overlay
+from hotset.images import ImageReader
 from hotset.load_parameters import KVType
 from hotset.model.config import ModelConfig
 from hotset.model.cost import Cost, check_cache
@@ -51,7 +52,8 @@ class Opened:
     """A model file and the facts of its architecture.
 
     devices: to place it on; empty: only the CPU computes. sampling: fields of SamplingParams that a created
-    model has for requests that leave them out.
+    model has for requests that leave them out. images: the reader of its images; None: it gets no images,
+    and blind says why.
     """
 
     settings: LoadSettings
@@ -59,6 +61,13 @@ class Opened:
     config: ModelConfig
     devices: tuple[str | Card, ...]
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    images: ImageReader | None = None
+    blind: str = ""
+
+    def with_images(self, images: ImageReader | None, blind: str = "") -> Opened:
+        """Return the same file with the reader of its images, or with the reason why it has no reader."""
+        config = self.config if images is None else self.config.for_images(groups=images.grouped)
+        return replace(self, config=config, images=images, blind=blind)
 
     def on_cpu(self) -> Opened:
         """Return the same file, for the CPU only."""
@@ -77,18 +86,21 @@ class Opened:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.images is not None:
+            self.images.close()
         self.gguf.close()
 
 
 class Reserved(NamedTuple):
-    """Bytes of memory that a model's drafter and the adapters of its settings take."""
+    """Bytes of memory that a model's drafter, the adapters of its settings and its images take."""
 
     drafter: int = 0
     adapters: int = 0
+    images: int = 0
 
     @property
     def total(self) -> int:
-        return self.drafter + self.adapters
+        return self.drafter + self.adapters + self.images
 
 
 NOTHING_RESERVED = Reserved()
@@ -118,7 +130,7 @@ class Decided:
     predictor: in the graph. limit: bytes of memory for the model; None: its files are mapped. ram: the
     division of the limit. stored: the weights in memory under the limit, once the backend is built. channels:
     the expected gain of leaving out thresholded zeros. reserved: memory for its drafter and adapters.
-    sampling: see Opened.
+    sampling, images, blind: see Opened.
     """
 
     settings: LoadSettings
@@ -140,6 +152,8 @@ class Decided:
     channels: ChannelPlan | None = None
     reserved: Reserved = NOTHING_RESERVED
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    images: ImageReader | None = None
+    blind: str = ""
 
     @property
     def is_sparse(self) -> bool:
@@ -180,12 +194,13 @@ class Decided:
 
     def with_predictor(self, choice: Choice, weights: Overlay, predictor: Predictor) -> Decided:
         """Return the same model with a predictor, whose tensors are among `weights`."""
-        changed = self.changed(choice=choice, weights=weights, notes=[], predictor=predictor)
+        changed = self.changed(choice=choice, weights=weights, notes=[], predictor=predictor, images=None)
         return replace(changed, cost=Cost(changed.graph, weights.tensors))
 
     def with_thresholds(self, thresholds: Thresholds) -> Decided:
         """Return the same model with activation thresholds, in addition to its mode."""
-        return self.changed(choice=replace(self.choice, mode="threshold", thresholds=thresholds))
+        choice = replace(self.choice, mode="threshold", thresholds=thresholds)
+        return self.changed(choice=choice, images=None)
 
     def changed(self, **changes: Any) -> Decided:
         """Return a copy with changed facts, and the graph that they describe."""
@@ -226,6 +241,7 @@ def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineF
     decided = Decided(
         settings, gguf, config, choice, weights, graph, cost, n_ctx, 0, 0, prepared.notes, limit,
         predictor=prepared.predictor, reserved=machine.reserved, sampling=opened.sampling,
+        images=opened.images, blind=opened.blind,
     )  # fmt: skip
     if limit is not None and settings.n_ctx is None and not opened.devices:
         n_ctx = _context_beside_rows(decided, limit - machine.program)
@@ -243,8 +259,9 @@ def ram_limit(settings: LoadSettings, n_bytes: int, free: float, reserved: int =
         limit = int(budget * 2**30) - reserved
         if limit <= 0:
             raise OutOfMemoryError(
-                f"what drafts needs {human_size(reserved)} of the RAM budget, which leaves nothing for the "
-                "model; raise the budget, or choose a smaller draft model"
+                f"the draft model, adapters and images need {human_size(reserved)} of the RAM budget, which "
+                "leaves nothing for the model; raise the budget, or lower image_cache, or choose a smaller "
+                "draft model"
             )
         return limit
     if settings.is_reference or n_bytes <= free:

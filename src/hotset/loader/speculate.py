@@ -95,7 +95,9 @@ def _plan_draft(
     them. closing: closes its files. for_device: a device computes it, as in plan_model.
     """
     same = ("n_ctx", "n_threads", "n_seqs", "max_sequences", "progress")
-    own = LoadSettings(device="cpu", **{name: getattr(settings, name) for name in same} | changes)
+    own = LoadSettings(
+        device="cpu", no_mmproj=True, **{name: getattr(settings, name) for name in same} | changes
+    )
     opened = open_model(model, own)
     closing.callback(opened.gguf.close)
     if "n_ctx" not in changes and opened.config.n_ctx_train < (own.n_ctx or 0):

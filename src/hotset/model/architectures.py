@@ -134,6 +134,8 @@ class Architecture:
     nextn: the kind of the last norm in the layers for multi-token prediction (nextn_predict_layers, see
       decoder.describe_nextn), which otherwise equal the model's last layer with attention; None: not
       supported.
+    interleaved_axes: pairs of channels take turns between the axes of a rotary position; otherwise each axis
+      has a section of pairs.
     delta_gate: the activation of a gated delta net's output gate.
     gated_streams, ngrams: see config.GatedStreams and config.Ngrams (Qwen4-Exp).
     attention_gate: the result of a head is multiplied by the sigmoid of a gate, computed by attn_gate or, in
@@ -219,6 +221,7 @@ class Architecture:
     sum_norms: bool = False
     bare_first: bool = False
     nextn: NormKind | None = None
+    interleaved_axes: bool = False
     compared_with: str = "transformers"
 
     @property
@@ -330,8 +333,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         tempered="rope.scaling.original_context_length", experts=ExpertDefaults(optional=True)
     ),
     "qwen2vl": Architecture(rope="neox", biased=_QKV),
-    "qwen3vl": Architecture(rope="neox", qk_norm="head"),
-    "qwen3vlmoe": Architecture(rope="neox", qk_norm="head", experts=ExpertDefaults()),
+    "qwen3vl": Architecture(rope="neox", qk_norm="head", interleaved_axes=True),
+    "qwen3vlmoe": Architecture(rope="neox", qk_norm="head", interleaved_axes=True, experts=ExpertDefaults()),
     "minimax-m2": Architecture(rope="neox", qk_norm="width", experts=ExpertDefaults(scoring="sigmoid")),
     "dots1": Architecture(rope="neox", qk_norm="head", experts=ExpertDefaults(scoring="sigmoid")),
     "afmoe": Architecture(
@@ -432,11 +435,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen35": Architecture(
         rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="tiled", attention_gate=True,
-        nextn="rms",
+        nextn="rms", interleaved_axes=True,
     ),
     "qwen35moe": Architecture(
         rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="tiled", attention_gate=True,
-        experts=ExpertDefaults(gated_share=True), nextn="rms",
+        experts=ExpertDefaults(gated_share=True), nextn="rms", interleaved_axes=True,
     ),
     "qwen4exp": Architecture(
         rope="neox", qk_norm="head", pre_norm=False, output_norm="output_hc", delta_net="tiled",

@@ -26,6 +26,7 @@ from hotset.model.activation import (
     xielu_of,
 )
 from hotset.model.architectures import (
+    ARCHITECTURES,
     Architecture,
     HeadNorm,
     PredictorInput,
@@ -51,7 +52,7 @@ from hotset.model.keys import (
     number,
 )
 from hotset.model.mixers import Mixer, mixers_of
-from hotset.model.operations import Rope
+from hotset.model.operations import Groups, Rope
 from hotset.model.rope import (
     LongRope,
     divisors,
@@ -61,6 +62,7 @@ from hotset.model.rope import (
     rope_of,
     window_dim,
     windowed_rope_of,
+    with_axes,
 )
 from hotset.parameters import shown
 
@@ -81,7 +83,8 @@ class LayerConfig:
     bare: attention reads the stream without a norm, even if the FFN does not.
     value_norm: heads of values pass a norm without weights. source: the layer whose keys and values it
     attends to; None: its own. heads: KV heads and the channels of one; None: the model's. result_scale: of
-    the stream after the layer. block_size: tokens of a compressed block of keys; 0: no blocks.
+    the stream after the layer. block_size: tokens of a compressed block of keys; 0: no blocks. groups: see
+    operations.Attention.
     """
 
     n_ff: int
@@ -111,6 +114,7 @@ class LayerConfig:
     heads: tuple[int, int] | None = None
     result_scale: float = 1.0
     block_size: int = 0
+    groups: Groups = "none"
 
     @property
     def n_neurons(self) -> int:
@@ -211,7 +215,8 @@ class ModelConfig:
     the model's own. sparse_threshold belongs to the predictor in the file; masked: that predictor's mask is
     part of the model. slopes: see operations.Attention. query_gain: beta and length of the
     operations.PositionGain that multiplies queries; None: no gain. n_embd_layer: width of the per-layer
-    embedding of a token; 0: none. See Architecture for the rest.
+    embedding of a token; 0: none. sections: pairs of channels for time, row and column of a rotary position,
+    which only tokens of images need; empty: all tokens rotate by their index. See Architecture for the rest.
     """
 
     architecture: str
@@ -253,6 +258,7 @@ class ModelConfig:
     post_norm_eps: float | None = None
     causal: bool = True
     query_gain: tuple[float, int] | None = None
+    sections: tuple[int, ...] = ()
 
     @property
     def n_layer(self) -> int:
@@ -295,6 +301,21 @@ class ModelConfig:
         """Raise UnsupportedModelError if a layer has no FFN. what: the feature that needs one in each."""
         if 0 in self.n_ff:
             raise UnsupportedModelError(f"{what} of models with layers without an FFN are not supported")
+
+    @property
+    def has_image_positions(self) -> bool:
+        """Return whether tokens of images have rotary positions of several axes."""
+        return bool(self.sections)
+
+    def for_images(self, *, groups: bool) -> ModelConfig:
+        """Return the configuration for prompts with images. groups: tokens of an image see one another."""
+        interleaved = ARCHITECTURES[self.architecture].interleaved_axes
+        layers = []
+        for layer in self.layers:
+            if layer.rope is not None and self.sections:
+                layer = replace(layer, rope=with_axes(layer.rope, self.sections, interleaved=interleaved))
+            layers.append(replace(layer, groups="also" if groups and layer.mixer is None else "none"))
+        return replace(self, layers=tuple(layers))
 
     def for_context(self, n_ctx: int) -> ModelConfig:
         """Return the configuration with the rotation for contexts of n_ctx tokens."""
@@ -374,6 +395,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         post_norm_eps=architecture.post_norm_eps,
         causal=keys.flag("attention.causal", architecture.causal),
         query_gain=_query_gain(keys, architecture),
+        sections=_sections(keys),
     )
     if not config.causal and (config.n_recurrent or config.altup is not None):
         raise UnsupportedModelError(
@@ -384,6 +406,13 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         what = f"the {name} model's feed-forward network has no gate, so its activation cannot be dReLU"
         raise InvalidRequestError(what) if override else UnsupportedModelError(what)
     return config
+
+
+def _sections(keys: Keys) -> tuple[int, ...]:
+    """Return the sections of rotary positions; empty if the file has none, or only one that is not 0."""
+    given = keys.get("rope.dimension_sections")
+    found = tuple(int(n) for n in given) if is_array(given) else ()
+    return found[:3] if len(found) >= 2 and found[0] > 0 and found[1] > 0 else ()
 
 
 def _check_scales(keys: Keys, architecture: Architecture) -> None:

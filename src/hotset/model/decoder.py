@@ -158,7 +158,7 @@ def describe_nextn(config: ModelConfig, tensors: Mapping[str, TensorInfo], index
         ffn = next(layer for layer in reversed(config.layers) if layer.n_ff)
         layer = replace(layer, n_ff=ffn.n_ff, experts=ffn.experts, ffn_norm="post_attention_norm")
     weights, own = Weights(config, tensors), f"blk.{i}.nextn"
-    model = _Decoder(config, weights, [LayerThresholds()] * (i + 1))
+    model = Decoder(config, weights, [LayerThresholds()] * (i + 1))
     model.first_seen = 1
     hidden = model.value("hidden", d)
     model.enter(i, "other")
@@ -183,7 +183,7 @@ def _describe(
     predictor: Predictor | None,
     layer_thresholds: Sequence[LayerThresholds],
 ) -> Graph:
-    model = _Decoder(config, weights, layer_thresholds)
+    model = Decoder(config, weights, layer_thresholds)
     x = model.embedding()
     residual = model.residual = residual_streams(model, x)
     if residual is not None:
@@ -219,7 +219,7 @@ def differences(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> tuple
     return weights.missing, set(weights.unused())
 
 
-class _Decoder(GraphBuilder):
+class Decoder(GraphBuilder):
     """A builder whose methods each add one part of a model and return the stream after it."""
 
     def __init__(
@@ -238,7 +238,7 @@ class _Decoder(GraphBuilder):
         config, d = self.config, self.config.n_embd
         matrix = self.weights.matrix(tensor, d, config.n_vocab)
         x = self.scaled(
-            self.add(ops.Embed(self.value("embedding", d), matrix)),
+            self.add(ops.Embed(self.value("embedding", d), matrix, replaceable=tensor == "token_embd")),
             config.embedding_scale,
             "embedding_scaled",
         )
@@ -355,7 +355,7 @@ class _Decoder(GraphBuilder):
                 layer.attention_scale, layer.window, layer.attention_softcap,
                 self.weights.vector(f"{blk}.attn_sinks", config.n_head) if layer.sinks else None,
                 layer.source, config.slopes, config.causal, self.first_seen,
-                key_bias=self._key_bias(i, layer), **self.where,
+                key_bias=self._key_bias(i, layer), groups=layer.groups, **self.where,
             )
         )  # fmt: skip
         if gate is not None:

@@ -60,11 +60,12 @@ class Graph:
         return any(isinstance(op, Attention) and not op.causal for op in self.ops)
 
     def n_vocab(self, tensors: Mapping[str, TensorInfo]) -> int:
-        """Return the vocabulary: the number of logits or, in an encoder, of token embeddings."""
+        """Return the vocabulary: the number of logits or, in an encoder, of its token embeddings."""
         if not self.is_encoder:
             return self.result.width
-        embed = next(op for op in self.ops if isinstance(op, Embed) and op.of == "token")
-        return int(tensors[embed.weight].shape[-1])
+        embeds = (op for op in self.ops if isinstance(op, Embed) and op.of == "token")
+        embed = next(embeds, None)
+        return self.result.width if embed is None else int(tensors[embed.weight].shape[-1])
 
     @property
     def primitives(self) -> Iterator[Primitive]:

@@ -32,6 +32,7 @@ ActivationKind = Literal[
 RopeKind = Literal["norm", "neox"]  # norm: pairs (2i, 2i+1); neox: pairs (i, i + n_rot/2)
 Scoring = Literal["softmax", "sigmoid", "softmax_chosen", "sqrt_softplus"]  # of experts; see Route
 Part = Literal["predictor", "ffn", "attention", "other"]
+Groups = Literal["none", "only", "also"]  # what the group of a token changes; see Attention
 
 PARTS: tuple[Part, ...] = ("predictor", "ffn", "attention", "other")  # for statistics
 SHIFT = 1.0, -1.0  # weights of a token shift, for every channel (see ShortConv)
@@ -53,7 +54,9 @@ class Rope:
 
     angle(pos, i) = pos * freq[i]; cos and sin are multiplied by `magnitude` (YaRN's attention factor). `freq`
     holds n_rot/2 float64 frequencies, already scaled. every: positions are rounded down to a multiple of it,
-    so that a block of tokens is rotated like its first token.
+    so that a block of tokens is rotated like its first token. axes: for each frequency, the column of
+    Batch.rotary with its position (M-RoPE, rows and columns of an image); None, or a batch without `rotary`:
+    the token's position.
     """
 
     kind: RopeKind
@@ -61,6 +64,7 @@ class Rope:
     freq: tuple[float, ...]
     magnitude: float = 1.0
     every: int = 1
+    axes: tuple[int, ...] | None = None
 
 
 def has_zeros(kind: ActivationKind) -> bool:
@@ -173,13 +177,14 @@ class Embed(Operation):
     """out[t] = row tokens[t] of `weight`.
 
     For learned positions it is row positions[t] + first_row, for token types row 0: the type of a text's
-    first part.
+    first part. replaceable: rows of images replace their tokens' rows (Batch.image_rows).
     """
 
     out: Value
     weight: Rows
     of: Literal["token", "position", "type"] = "token"
     first_row: int = 0
+    replaceable: bool = False
 
 
 @dataclass(frozen=True)
@@ -405,6 +410,8 @@ class Attention(Operation):
     blocks: as wide as k. A token also attends, regardless of the window, to the row of `blocks` at the last
     token of each complete block of block_size tokens from position 0 on. It is both key and value, and also
     stored.
+    groups: "only": a token sees its group (Batch.groups) instead of the tokens that `causal` and `window`
+    name; "also": in addition to them; "none": groups do not count.
     key_bias: what all keys contain, or None. A q4_0 cache leaves most of it out (rope.bias_of_keys), and
     attention adds the product of the query with that part to each score.
     """
@@ -428,6 +435,7 @@ class Attention(Operation):
     blocks: Value | None = None
     block_size: int = 0
     key_bias: KeyBias | None = None
+    groups: Groups = "none"
 
     mixes_tokens: ClassVar[bool] = True
 
@@ -919,10 +927,14 @@ class ExpertSum(_OfExperts):
 
 @dataclass(frozen=True)
 class SelectOutputs(Operation):
-    """The rows of the tokens whose logits are needed: out is [n_outputs, width]."""
+    """The rows of the tokens whose logits are needed: out is [n_outputs, width].
+
+    n: the tokens of a row of out, the n - 1 before the output's and then its own, side by side.
+    """
 
     out: Value
     x: Value
+    n: int = 1
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -115,6 +116,28 @@ def rope_of(
         raise FormatError("the file's RoPE frequencies are not finite; the file is damaged")
     assert architecture.rope is not None
     return Rope(architecture.rope, n_rot, tuple(freq.tolist()), magnitude)
+
+
+def with_axes(rope: Rope, sections: Sequence[int], *, interleaved: bool) -> Rope:
+    """Return a rotation by positions of several axes (M-RoPE, arXiv 2409.12191).
+
+    sections: pairs of channels of each axis. interleaved: the pairs take turns: axis a has the pairs a, a +
+    3, a + 6, ... below 3 * sections[a], and axis 0 all others. Raises FormatError if pairs are left without
+    an axis.
+    """
+    n = rope.n_rot // 2
+    axes = np.zeros(n, int)
+    if interleaved:
+        for axis in range(1, len(sections)):
+            axes[axis : 3 * sections[axis] : 3] = axis
+    else:
+        if sum(sections) < n:
+            raise FormatError(
+                f"rope.dimension_sections has {sum(sections)} pairs of channels, and a head has {n}; the "
+                "file is damaged"
+            )
+        axes = np.repeat(np.arange(len(sections)), sections)[:n]
+    return replace(rope, axes=tuple(axes.tolist()))
 
 
 def divisors(gguf: GGUFFile, name: str, n: int) -> np.ndarray:
@@ -238,11 +261,11 @@ def position_gain(op: PositionGain, positions: np.ndarray) -> np.ndarray:
 
 
 def cos_sin(rope: Rope, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return cos and sin of the angles of positions [n], times the magnitude, computed in float64.
+    """Return cos and sin of the angles of positions, times the magnitude, computed in float64.
 
-    Each is float32 [n, n_rot / 2].
+    positions: [n], or [n, n_rot / 2] with one for each frequency. Each result is float32 [n, n_rot / 2].
     """
     positions = positions // rope.every * rope.every
-    angles = positions[:, None].astype(np.float64) * np.asarray(rope.freq)
+    angles = positions.reshape(len(positions), -1).astype(np.float64) * np.asarray(rope.freq)
     cos, sin = np.cos(angles) * rope.magnitude, np.sin(angles) * rope.magnitude
     return cos.astype(np.float32), sin.astype(np.float32)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hotset import errors
-from hotset.backends.base import Batch
+from hotset.backends.base import MAX_AXES, Batch
 from hotset.errors import HotsetError, StepCancelledError
 from hotset.settings import LoadSettings
 
@@ -115,4 +115,5 @@ class Header:
 def most_bytes(settings: LoadSettings, n_blocks: int, width: int) -> int:
     """Return the most bytes of the arrays of a message. width: of its rows."""
     n_sequences = max(settings.max_batch, settings.max_sequences)
-    return 4 * (settings.max_batch * (len(fields(Batch)) + width) + n_sequences * n_blocks)
+    columns = len(fields(Batch)) + MAX_AXES + 1 + width  # `rotary` and `groups` have several each
+    return 4 * (settings.max_batch * columns + n_sequences * n_blocks)

@@ -75,6 +75,7 @@ def load_staged(model: str, settings: LoadSettings, stages: str, address: str | 
             "the cache of stages lies on their machines and is not kept on a disk; leave out cache_dir"
         )
     opened = open_model(model, replace(settings, device="cpu"))
+    opened = opened.with_images(None, "a model that is split over machines gets no images")
     with ExitStack() as undone:
         undone.callback(opened.gguf.close)
         decided = plan_model(opened, mapped=True)

@@ -10,6 +10,7 @@ import math
 import re
 import uuid
 from collections.abc import AsyncIterator, Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -34,6 +35,7 @@ from hotset.server.body import BodyRoute
 from hotset.server.client_tools import anthropic_tool
 from hotset.server.fields import NO_DEFAULTS, AnswerFields, CacheControl, Level
 from hotset.server.modalities import check_part, note_of
+from hotset.server.remote_images import with_fetched
 from hotset.server.replies import event
 from hotset.server.rows import (
     MANY,
@@ -57,7 +59,8 @@ from hotset.server.tool_fields import (
     ToolChoice,
     chosen,
 )
-from hotset.server.turns import ROLES, Turn, add, tool_call
+from hotset.server.turns import ROLES, Turn, add, client_image, tool_call
+from hotset.text.image_text import joined
 
 router = APIRouter(route_class=BodyRoute, responses=errors(shapes.AnthropicErrorReply))
 
@@ -126,13 +129,29 @@ class SearchResultBlock(_Part):
     citations: Any = None
 
 
+class ImageBlock(_Part):
+    """An image. source: its data in base64, or its address."""
+
+    type: Literal["image"]
+    source: dict[str, Any]
+
+    @cached_property
+    def text(self) -> str:
+        """Return the image as a text with one image. Raises InvalidRequestError."""
+        found = client_image({"type": self.type, "source": self.source})
+        assert found is not None
+        return found
+
+
 def _noted(part: Any) -> Any:
     """Replace a part of a tool's result that no model here reads by a text block with a note."""
     note = note_of(part)
     return {"type": "text", "text": note} if note else part
 
 
-ResultBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock | UnknownPart, ByType("text")]
+ResultBlock = Annotated[
+    TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | UnknownPart, ByType("text")
+]
 
 
 class ToolResultBlock(_Part):
@@ -148,6 +167,7 @@ Block = Annotated[
     | RedactedThinkingBlock
     | ToolUseBlock
     | ToolResultBlock
+    | ImageBlock
     | DocumentBlock
     | SearchResultBlock
     | UnknownPart,
@@ -267,16 +287,18 @@ def conversation(system: str | list[Any] | None, messages: list[AnthropicMessage
 def _turn(role: str, block: Block, names: dict[str, str]) -> Turn | None:
     """Return the part of a turn that a block makes; None for a block that hotset cannot read."""
     match block:
-        case TextBlock() | DocumentBlock() | SearchResultBlock():
+        case TextBlock() | ImageBlock() | DocumentBlock() | SearchResultBlock():
             return {"role": role, "content": _text(block)}
         case ToolResultBlock() if role == "user":
             text = _joined(block.content)
+            if block.is_error:  # templates cannot say it otherwise
+                text = joined(" ", ["Error:", text])
             name = names.get(block.tool_use_id)
             return {
                 "role": "tool",
                 "tool_call_id": block.tool_use_id,
                 **({} if name is None else {"name": name}),
-                "content": f"Error: {text}" if block.is_error else text,  # templates cannot say it otherwise
+                "content": text,
             }
         case ThinkingBlock() if role == "assistant":
             return {"role": role, "reasoning_content": block.thinking}
@@ -301,13 +323,13 @@ def _without_billing(system: str | list[Any]) -> str:
 
 
 def _joined(content: str | list[Any]) -> str:
-    return content if isinstance(content, str) else "\n".join(filter(None, map(_text, content)))
+    return content if isinstance(content, str) else joined("\n", filter(None, map(_text, content)))
 
 
 def _text(block: Any) -> str:
     """Return the text of a block, with the title and the source of a document or a search result."""
     match block:
-        case TextBlock():
+        case TextBlock() | ImageBlock():
             return block.text
         case DocumentBlock():
             source = block.source
@@ -483,6 +505,8 @@ async def count_tokens(body: PromptBody, http: Request) -> shapes.TokenCount:
         turns, tools = conversation(body.system, body.messages), _chosen(body).tools
         variables = {**body.thinking_settings.variables, **body.template_variables}
         variables = model.output_form.effort(variables, None).variables
+        if model.images is not None:
+            turns = with_fetched(turns, service.settings)
         return len(model.encode_chat(turns, tools or None, variables=variables))
 
     return shapes.TokenCount(input_tokens=await in_turn(http, counted))

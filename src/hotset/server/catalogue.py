@@ -14,6 +14,7 @@ from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.config import config_from_gguf
 from hotset.server.model_settings import ModelSettings, ModelsFile
 from hotset.storage import aliases, created, store
+from hotset.storage.projectors import projector_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class FileFacts:
 
     size, modified: bytes and st_mtime_ns of its first file; n_bytes: of all. quantization: the tensor type
     with most of the bytes. has_zeros: whether its neurons can be zero, so that idle ones are skipped; None if
-    this version cannot run the file.
+    this version cannot run the file. sees: whether it reads images, because it has a projector.
     """
 
     size: int
@@ -45,6 +46,7 @@ class FileFacts:
     n_vocab: int
     n_embd: int
     has_zeros: bool | None
+    sees: bool = False
 
     @classmethod
     def of(cls, gguf: GGUFFile) -> FileFacts:
@@ -69,6 +71,7 @@ class FileFacts:
             n_vocab=len(tokens) if isinstance(tokens, Sequence) else 0,
             n_embd=number("embedding_length"),
             has_zeros=_has_zeros(gguf),
+            sees=projector_of(gguf.path) is not None,
         )
 
 

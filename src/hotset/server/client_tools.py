@@ -13,8 +13,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, field_validator
 
+from hotset.errors import InvalidRequestError
 from hotset.server.modalities import note_of
 from hotset.server.rows import Body, Row, Text, having
+from hotset.text.image_parts import given_image
+from hotset.text.image_text import NOTE, joined, text_of_image
 
 Json = dict[str, Any]
 
@@ -241,13 +244,17 @@ def result_text(output: Any) -> str:
         return output
     if not isinstance(output, list):
         return json.dumps(output, ensure_ascii=False)
-    return "\n".join(_part_text(one) for one in output if isinstance(one, dict))
+    return joined("\n", [_part_text(one) for one in output if isinstance(one, dict)])
 
 
 def _part_text(part: Json) -> str:
     if "outcome" in part:
         return _command_text(part)
-    return note_of(part) or str(part.get("text") or "")
+    try:
+        image = given_image(part, local=False)
+    except InvalidRequestError:
+        return NOTE
+    return note_of(part) or str(part.get("text") or "") if image is None else text_of_image(image)
 
 
 def _command_text(one: Json) -> str:

@@ -37,7 +37,7 @@ async def props(http: Request) -> dict[str, Any]:
         "chat_template": model.chat_template.source,
         "bos_token": tokenizer.piece(tokenizer.bos_id),
         "eos_token": tokenizer.piece(tokenizer.eos_id),
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": model.images is not None, "audio": False},
         "build_info": f"hotset {version('hotset')}",
         "hotset": {
             "architecture": model.config.architecture,

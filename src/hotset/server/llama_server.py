@@ -133,6 +133,7 @@ async def apply_template(body: ChatBody, http: Request) -> TemplateReply:
             checked_messages(request.messages),
             list(request.tools) or None,
             request.opening,
+            model.images,
             **template_variables(variables),
         )
 

@@ -100,6 +100,13 @@ EXPERT_COUNTERS = {  # of an MoE model with a cache of experts
     "hotset_experts_fetched": ("fetched", "Experts that were copied into a device's memory."),
     "hotset_experts_read": ("misses", "Experts that were read from the disk."),
 }
+IMAGE_COUNTERS = {  # of a model that reads images (images.py)
+    "hotset_images": ("read", "Images in prompts."),
+    "hotset_image_tokens": ("tokens", "Tokens of images in prompts."),
+    "hotset_images_encoded": ("encoded", "Images that the encoder computed; the others were kept."),
+    "hotset_image_encoder_seconds": ("seconds", "Seconds that the encoder took."),
+}
+IMAGE_GAUGES = {"hotset_image_cache_bytes": ("cached_bytes", "Size of the encoded images that are kept.")}
 ENGINE_GAUGES = {
     "hotset_sequences_running": ("running", "Sequences that are running."),
     "hotset_sequences_waiting": ("waiting", "Sequences that wait in the queue."),
@@ -207,6 +214,9 @@ def engine_metrics(models: Sequence[tuple[tuple[str, ...], Model]]) -> Iterator[
     ]
     yield from families(CounterMetricFamily, PROMPT_CACHE_COUNTERS, caches)
     yield from families(GaugeMetricFamily, PROMPT_CACHE_GAUGES, caches)
+    images = [(values, asdict(model.images.counts)) for values, model in models if model.images is not None]
+    yield from families(CounterMetricFamily, IMAGE_COUNTERS, images)
+    yield from families(GaugeMetricFamily, IMAGE_GAUGES, images)
     counted = [
         (values, expert_counts(model.decided.graph, model.backend, model.stored)) for values, model in models
     ]

@@ -1,7 +1,7 @@
-"""Replies to pictures, sound and documents: status 501, with the model's name.
+"""Replies to sound and documents, and to requests for pictures: status 501, with the model's name.
 
 No model here reads or writes these. The replies cover OpenAI's routes, and parts of messages in every API
-schema.
+schema. Images in messages are not among them (text/image_parts.py).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ROUTES = {
 """OpenAI's routes, and the purpose of each."""
 
 _PARTS = frozenset({
-    "audio", "audio_url", "document", "file", "image", "image_url", "input_audio", "input_file",
-    "input_image", "input_video", "video", "video_url",
+    "audio", "audio_url", "document", "file", "input_audio", "input_file", "input_video", "video",
+    "video_url",
 })  # fmt: skip
 
 _KEPT_BYTES = 64 << 10  # of the beginning and of the end of a body, to search for the model's name
@@ -87,9 +87,7 @@ class ModelNamed(BaseModel):
 async def unsupported(body: ModelNamed, http: Request) -> Response:
     """Refuse a request with 501 and the model's name in OpenAI's error."""
     model = f"the model {clause(shown(body.model))}" if body.model else await _served(http)
-    message = (
-        f"{ROUTES[http.url.path]} with {model} is not supported: hotset's models read and write only text"
-    )
+    message = f"{ROUTES[http.url.path]} with {model} is not supported: hotset's models write only text"
     return response_of(Problem(501, message, code="not_supported"), http.url.path)
 
 

@@ -40,7 +40,7 @@ from hotset.server.answers import (
 )
 from hotset.server.body import BodyRoute
 from hotset.server.catalogue import FileFacts
-from hotset.server.errors import RequestError, UnreadableError
+from hotset.server.errors import RequestError
 from hotset.server.fields import NO_DEFAULTS, AnswerFields
 from hotset.server.logprobs import spelled
 from hotset.server.manage import may_manage
@@ -69,6 +69,9 @@ from hotset.server.tool_fields import MAX_TOOLS, AnyToolChoice, Function, chosen
 from hotset.server.turns import ROLES, Turn, tool_call
 from hotset.storage import created
 from hotset.storage.created import Created
+from hotset.storage.projectors import projector_of
+from hotset.text.image_parts import from_base64
+from hotset.text.image_text import GivenImage, joined, text_of_image
 from hotset.text.infill import Gap, InfillTokens
 from hotset.text.parts import ToolCall
 from hotset.text.tokenizer import Tokenizer
@@ -86,10 +89,14 @@ _NEVER = "9999-12-31T23:59:59Z"
 # ---- requests ----
 
 
-def _none(images: Any) -> Any:
-    if images:
-        raise UnreadableError("an image cannot be read")
-    return images
+def _images(given: Any) -> list[str] | None:
+    """Return images in base64 as texts with one image each. Raises ValueError."""
+    if not isinstance(given, list):
+        return given  # pydantic's check
+    return [text_of_image(GivenImage(from_base64(one))) for one in given]
+
+
+Images = Annotated[list[Any] | None, BeforeValidator(_images)]
 
 
 def _form(given: str | dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +148,7 @@ class OllamaMessage(Body):
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: Text | None = None
-    images: Annotated[list[Any] | None, BeforeValidator(_none)] = None
+    images: Images = None
 
 
 class OllamaTool(Body):
@@ -170,7 +177,7 @@ class OllamaGenerateBody(AnswerBody):
     prompt: str | None = None
     system: str | None = None
     suffix: str | None = None
-    images: Annotated[list[Any] | None, BeforeValidator(_none)] = None
+    images: Images = None
 
 
 @having(_KEEP_ALIVE, Row("options", "they concern the draw of tokens, and the load", use="free"))
@@ -230,6 +237,8 @@ def generate_request(body: OllamaGenerateBody, defaults: Mapping[str, Any] = NO_
     """Return the request that a body describes. Raises InvalidRequestError."""
     request = partial(_request, body, defaults)
     prompt = body.prompt or ""
+    if body.images and (body.suffix or body.given("raw")):
+        raise RequestError("images need the model's chat template: leave out suffix and raw", param="images")
     if body.suffix:
         if body.system:
             raise RequestError("a gap is filled in without a system message", param="system")
@@ -239,7 +248,9 @@ def generate_request(body: OllamaGenerateBody, defaults: Mapping[str, Any] = NO_
             raise RequestError("a raw prompt cannot have a system message", param="system")
         return request(prompts=[prompt])  # with the special tokens of a template that the client rendered
     system = [{"role": "system", "content": body.system}] if body.system else []
-    return request(messages=[*system, {"role": "user", "content": prompt}])
+    return request(
+        messages=[*system, {"role": "user", "content": joined("", [*(body.images or ()), prompt])}]
+    )
 
 
 def conversation(messages: Sequence[OllamaMessage]) -> list[Turn]:
@@ -251,7 +262,8 @@ def conversation(messages: Sequence[OllamaMessage]) -> list[Turn]:
     turns: list[Turn] = []
     waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
     for i, message in enumerate(messages):
-        turn: Turn = {"role": ROLES[message.role], "content": message.content or ""}
+        content = joined("", [*(message.images or ()), message.content or ""])
+        turn: Turn = {"role": ROLES[message.role], "content": content}
         if message.thinking:
             turn["reasoning_content"] = message.thinking
         if message.tool_calls:
@@ -537,11 +549,14 @@ async def show(body: OllamaShowBody, http: Request) -> Response:
     def written() -> Response:
         made = created.find(name)
         if service is not None:
-            return JsonReply(_shown(name, service.model.gguf, service.model.chat_template.source, body, made))
+            model = service.model
+            sees, source = model.images is not None, model.chat_template.source
+            return JsonReply(_shown(name, model.gguf, source, body, made, sees=sees))
         gguf = open_gguf(path)
         try:
             own = str(gguf.metadata.get("tokenizer.chat_template", ""))
-            return JsonReply(_shown(name, gguf, (made and made.template) or own, body, made))
+            sees = projector_of(path) is not None
+            return JsonReply(_shown(name, gguf, (made and made.template) or own, body, made, sees=sees))
         finally:
             gguf.close()
 
@@ -550,12 +565,13 @@ async def show(body: OllamaShowBody, http: Request) -> Response:
 
 
 def _shown(
-    name: str, gguf: GGUFFile, template: str, body: OllamaShowBody, made: Created | None
+    name: str, gguf: GGUFFile, template: str, body: OllamaShowBody, made: Created | None, *, sees: bool
 ) -> dict[str, Any]:
     shown = _shown_file(gguf)
     given = Modelfile.parse(made.modelfile).parameters if made is not None else {}
     marks = {"tools": ("tools",), "thinking": ("enable_thinking", "<think>", "reasoning_effort")}
     found = [name for name, forms in marks.items() if any(form in template for form in forms)]
+    found += ["vision"] if sees else []
     return {
         "modelfile": f"FROM {name}\n" if made is None else made.modelfile,
         "parameters": "\n".join(f"{name} {value}" for name, values in given.items() for value in values),

@@ -40,10 +40,12 @@ from hotset.server.errors import NotReadyError, RequestError, without_folders
 from hotset.server.logs import Notices
 from hotset.server.metrics import Metrics, engine_metrics
 from hotset.server.preparation import Preparation
+from hotset.server.remote_images import with_fetched
 from hotset.server.settings import ServerSettings
 from hotset.server.vectors import Vectors
 from hotset.storage.aliases import untagged
 from hotset.text.fitting import Fitted, fitted
+from hotset.text.image_text import PromptTokens
 from hotset.text.infill import encode_gap
 
 _P = ParamSpec("_P")
@@ -280,8 +282,9 @@ class Service:
         model = self.model
         config, n_vocab = model.config, model.backend.n_vocab
         return replace(
-            FileFacts.of(model.gguf), n_ctx_train=config.n_ctx_train, n_vocab=n_vocab, n_embd=config.n_embd
-        )
+            FileFacts.of(model.gguf), n_ctx_train=config.n_ctx_train, n_vocab=n_vocab, n_embd=config.n_embd,
+            sees=model.images is not None,
+        )  # fmt: skip
 
     async def in_thread(self, work: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> _T:
         """Return the result of `work`, run in a thread. Work on texts of requests uses `preparation`."""
@@ -299,7 +302,7 @@ class Service:
         self._n_prepared += n
         try:
             threads = self.preparation.text(long=request.is_long)
-            prompts = await threads.run(request.client, _prepared, model, request, self.settings.max_seconds)
+            prompts = await threads.run(request.client, _prepared, model, request, self.settings)
         finally:
             self._n_prepared -= n
         answer = Answer(request, prompts, partial(self._submit, model.thread), self._closed, asked)
@@ -309,7 +312,7 @@ class Service:
     def prompt(self, request: AnswerRequest) -> list[int]:
         """Return the tokens of a conversation's prompt, as `ask` computes them. It takes a thread's time."""
         request = replace(request, params=request.thinking.limited(request.params))
-        return _conversation(self.model, request, request.messages or ())[1].tokens
+        return _conversation(self.model, request, request.messages or (), self.settings)[1].tokens
 
     async def ask_vectors(
         self, make: Callable[[Model, Owner], TextVectors], n_texts: int, client: str | None, *, long: bool
@@ -411,14 +414,14 @@ class Service:
         self.preparation.close()
 
 
-def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> list[PreparedPrompt]:
-    """Return the checked prompts of a request with their sequences. seconds: their time limit."""
+def _prepared(model: Model, request: AnswerRequest, settings: ServerSettings) -> list[PreparedPrompt]:
+    """Return the checked prompts of a request with their sequences."""
     output: Output | None = None
     params = request.thinking.limited(request.params)
     request = replace(request, params=params)
     scales = None if request.adapters is None else model.adapters.resolve(request.adapters)
     if request.messages is not None:
-        output, prompt = _conversation(model, request, request.messages)
+        output, prompt = _conversation(model, request, request.messages, settings)
         prompts = [prompt]
     elif request.gap is not None:
         most = _room(model, request.params) if request.gap.trims else model.n_ctx
@@ -426,7 +429,7 @@ def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> li
     else:
         texts = request.prompts
         prompts = [Fitted(model.encode(text, parse_special=request.parse_special), 0) for text in texts]
-    owner = Owner.of(request.client, seconds)
+    owner = Owner.of(request.client, settings.max_seconds)
     prepared = [_prepared_prompt(model, request, output, prompt, owner) for prompt in prompts]
     if scales is not None:
         for one in prepared:
@@ -436,9 +439,11 @@ def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> li
 
 
 def _conversation(
-    model: Model, request: AnswerRequest, messages: Sequence[Mapping[str, Any]]
+    model: Model, request: AnswerRequest, messages: Sequence[Mapping[str, Any]], settings: ServerSettings
 ) -> tuple[Output, Fitted]:
     """Return the form of the answer, and the prompt, without its oldest turns if the request allows that."""
+    if model.images is not None:
+        messages = with_fetched(messages, settings)
     use = ToolUse(request.tools, request.tool_choice, request.parallel_tool_calls)
     variables = {**request.thinking.variables, **request.template}
     output = output_of(model.output_form, request.params, messages, request.opening, use, variables)
@@ -469,6 +474,8 @@ def _prepared_prompt(
 ) -> PreparedPrompt:
     tokens, scores = prompt.tokens, None
     if request.prompt_logprobs is not None:
+        if isinstance(tokens, PromptTokens):
+            raise RequestError("prompt_logprobs cannot be combined with images", param="prompt_logprobs")
         scores = PromptLogprobs(model.engine, tokens, request.prompt_logprobs, owner)
     generations, params = [], request.params if output is None else output.params
     seed = params.seed

@@ -44,6 +44,7 @@ class ServerSettings:
     mcp_servers: servers whose tools the page offers to clients that may manage models.
     lora_dir: the folder that clients may load adapters from; None: they cannot load any.
     strict_requests: refuse fields that have no effect.
+    allow_remote_images: fetch images that messages give by address, except from private addresses.
     trusted_proxies: addresses or networks of proxies whose X-Forwarded-For header names the client; the
     header of others is ignored.
     """
@@ -72,8 +73,9 @@ class ServerSettings:
     mcp_servers: tuple[McpServer, ...] = ()
     trusted_proxies: tuple[str, ...] = ()
     strict_requests: bool = False
+    allow_remote_images: bool = False
     max_head_seconds: float = 30.0
-    max_body_bytes: int = 4 << 20
+    max_body_bytes: int = 32 << 20
     max_nesting: int = 64
     max_held_bytes: int = 256 << 20
     max_body_seconds: float = 60.0
@@ -84,7 +86,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         text("host", self.host)
         whole_number("port", self.port, 0, 65535)
-        for name in ("allow_no_api_key", "strict_requests"):
+        for name in ("allow_no_api_key", "strict_requests", "allow_remote_images"):
             flag(name, getattr(self, name))
         for name in ("api_keys", "cors_origins", "allowed_hosts", "trusted_proxies"):
             for value in getattr(self, name):

@@ -187,10 +187,10 @@ def expected(path: Path, settings: LoadSettings, budget: int) -> Expected | None
 def bytes_of(model: Model) -> int:
     """Return the bytes of a loaded model.
 
-    They include weights (mapped or read), cache, buffers, tokenizer, drafter and adapters.
+    They include weights (mapped or read), cache, buffers, tokenizer, drafter, adapters and images.
     """
     decided, backend = model.decided, model.backend
-    beside = decided.reserved.drafter + model.adapters.nbytes
+    beside = decided.reserved.drafter + decided.reserved.images + model.adapters.nbytes
     if model.ram is not None:
         return model.ram.limit + beside
     more = backend.workspace_bytes + beside + backend.n_vocab * _TOKENIZER_BYTES

@@ -13,6 +13,8 @@ from typing import Any
 from hotset.parameters import shown
 from hotset.server.client_tools import CUSTOM
 from hotset.server.modalities import check_part, note_of
+from hotset.text.image_parts import given_image
+from hotset.text.image_text import joined, text_of_image
 
 Turn = dict[str, Any]
 
@@ -40,7 +42,7 @@ def merge(turn: Turn, more: Turn) -> None:
     """Merge `more`, of the same role, into `turn`: texts become lines of one text."""
     for key in ("content", "reasoning_content"):
         if more.get(key):
-            turn[key] = f"{turn[key]}\n{more[key]}" if turn.get(key) else more[key]
+            turn[key] = joined("\n", [turn[key], more[key]]) if turn.get(key) else more[key]
     if more.get("tool_calls"):
         turn["tool_calls"] = [*turn.get("tool_calls", ()), *more["tool_calls"]]
     turn.setdefault("content", "")
@@ -57,8 +59,8 @@ def add(turns: list[Turn], turn: Turn) -> None:
 def turn_of(message: Mapping[str, Any]) -> Turn:
     """Return a message of OpenAI's chats as a turn.
 
-    Raises ValueError for an unknown role or part, and UnreadableError for images and other parts that no
-    model reads.
+    Raises ValueError for an unknown role or part, and UnreadableError for sound and other parts that no
+    model reads. A content with images is an ImageText.
     """
     given = message.get("role")
     role = ROLES.get(given) if isinstance(given, str) else None
@@ -98,7 +100,7 @@ def _content(content: Any, *, is_result: bool) -> tuple[str, str]:
                 thoughts.append(_thought(part))
             else:
                 texts.append(text_of(part, is_result=is_result))
-        return "\n".join(thoughts), "".join(texts)
+        return "\n".join(thoughts), joined("", texts)
     if isinstance(content, str):
         return "", content
     if is_result or (isinstance(content, int | float) and not isinstance(content, bool)):
@@ -115,11 +117,19 @@ def text_of(part: Any, *, is_result: bool = False) -> str:
     """Return the text of a part of a message. is_result: a note replaces a part that no model reads."""
     if isinstance(part, str):
         return part
+    if (image := client_image(part)) is not None:
+        return image
     if is_result and (note := note_of(part)):
         return note
     check_part(part)
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get("refusal") if kind == "refusal" else part.get("text") if kind in _TEXTS else None
     if not isinstance(text, str):
-        raise ValueError("it has a part that is not text; this model reads only text")
+        raise ValueError("it has a part that is neither a text nor an image")
     return text
+
+
+def client_image(part: Any) -> str | None:
+    """Return an image of a client as a text with one image; None for another part. Raises ValueError."""
+    image = given_image(part, local=False) if isinstance(part, Mapping) else None
+    return None if image is None else text_of_image(image)

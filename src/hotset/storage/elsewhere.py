@@ -36,7 +36,9 @@ _MOST_MANIFESTS = 10_000
 _MAX_MANIFEST = 1 << 20  # bytes
 _PART = re.compile(r"(?!\.+$)[\w.-]{1,128}", re.ASCII)  # of a name
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
-_MODEL_LAYER, _ADAPTER_LAYER = (f"application/vnd.ollama.image.{kind}" for kind in ("model", "adapter"))
+_MODEL_LAYER, _ADAPTER_LAYER, _PROJECTOR_LAYER = (
+    f"application/vnd.ollama.image.{kind}" for kind in ("model", "adapter", "projector")
+)
 _OWN_HOST, _OWN_NAMESPACE = "registry.ollama.ai", "library"
 
 
@@ -164,6 +166,24 @@ def _blob(root: Path, digest: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
+def projector_of(model: Path) -> Path | None:
+    """Return the projector that an Ollama manifest names next to a model's blob, or None."""
+    for root in _folders(_ollama_roots):
+        if Path(os.path.abspath(model)).parent != root / "blobs":
+            continue
+        for manifest in _readable(_ollama_manifests(root)):
+            layers = _layers(manifest)
+            if model.name in [path.name for path in _blobs(root, layers.get(_MODEL_LAYER, []))]:
+                found = _blobs(root, layers.get(_PROJECTOR_LAYER, []))
+                if len(found) == 1:
+                    return found[0]
+    return None
+
+
+def _blobs(root: Path, digests: list[str]) -> list[Path]:
+    return [path for path in (_blob(root, digest) for digest in digests) if path is not None]
+
+
 def _check_layers(name: str) -> None:
     for root in _folders(_ollama_roots):
         for manifest in (root / "manifests").glob("*/*/*/*"):
@@ -225,7 +245,7 @@ def _of_folder(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield the models of a repository: its name, followed by the file's if there are several."""
     if not all(_PART.fullmatch(part) for part in name.split("/")):
         return
-    paths = [path for path in store.complete_models(folder) if not path.name.lower().startswith("mmproj")]
+    paths = store.complete_models(folder)
     for path in paths:
         inside = path.relative_to(folder)
         if all(_PART.fullmatch(part) for part in inside.parts):

@@ -17,7 +17,7 @@ from typing import Any
 from hotset.errors import DownloadError, ModelNotFoundError
 from hotset.escaping import clause
 from hotset.reporter import Reporter
-from hotset.storage import store
+from hotset.storage import projectors, store
 from hotset.storage.download import (
     Checksum,
     cause,
@@ -180,11 +180,7 @@ def _models(files: list[HubFile]) -> tuple[dict[str, list[HubFile]], str | None]
     problem = None
     for path in sorted(by_path):
         name = PurePosixPath(path).name.lower()
-        if (
-            not name.endswith(".gguf")
-            or name.endswith(store.SIDECAR_SUFFIX)
-            or re.search(r"imatrix|mmproj", name)
-        ):
+        if not name.endswith(".gguf") or store.is_part(name) or "imatrix" in name:
             continue
         parts = [part.as_posix() for part in store.shards(Path(path))]
         if (path != parts[0] and parts[0] in by_path) or type_of(name) not in _PRECISION:
@@ -274,11 +270,23 @@ def select_files(
     else:
         model, reason = choose_model(files, store.usable_memory() if memory is None else memory)
     beside = files if everything else [f for f in files if _belongs(f.path)]
+    if projector := _projector(model[0].path, files):
+        beside = [*beside, projector]
     chosen = {f.path: f for f in [*model, *beside]}
     _check_names(chosen)
     if extra := len(chosen) - len(model):
         reason += f", with {extra} file{'s' if extra > 1 else ''} that belong to it"
     return Selection(repo, revision, model[0].path, tuple(chosen.values()), reason)
+
+
+def _projector(model: str, files: list[HubFile]) -> HubFile | None:
+    """Return the projector of a model in a repository, from the model's folder or the first one."""
+    for folder in (PurePosixPath(model).parent, PurePosixPath(".")):
+        names = {f.path: f for f in files if PurePosixPath(f.path).parent == folder and f.size}
+        found = projectors.best(filter(projectors.is_projector, names), model, any_name=True)
+        if found is not None:
+            return names[found]
+    return None
 
 
 def _of_type(files: list[HubFile], kind: str) -> str | None:

@@ -27,6 +27,7 @@ from hotset.storage import catalogue
 
 SIDECAR_SUFFIX = ".hotset.gguf"
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_PROJECTOR = re.compile(r"mmproj", re.IGNORECASE)  # in the name of a file
 _RELU_NAME = re.compile(r"relu|prosparse|bamboo|turbosparse|smallthinker", re.IGNORECASE)
 
 
@@ -92,10 +93,13 @@ def shards(path: Path) -> list[Path]:
 
 
 def complete_models(folder: Path) -> list[Path]:
-    """Return the models below `folder`: the first file of each, if all its shards are there."""
+    """Return the models below `folder`: the first file of each, if all its shards are there.
+
+    Projectors (storage/projectors.py) belong to models and are left out.
+    """
     found = []
     for path in sorted(folder.rglob("*.gguf")):
-        if path.name.endswith(SIDECAR_SUFFIX):
+        if is_part(path.name):
             continue
         parts = shards(path)
         if path == parts[0] and all(_is(part.is_file) for part in parts):
@@ -111,13 +115,18 @@ def _is(kind: Callable[[], bool]) -> bool:
         return False
 
 
+def is_part(name: str) -> bool:
+    """Return whether a file belongs to a model next to it: a sidecar, or a projector of images."""
+    return name.endswith(SIDECAR_SUFFIX) or bool(_PROJECTOR.search(name))
+
+
 def list_models() -> list[StoredModel]:
     """Return every complete model of the store, by name."""
     folder = models_folder()
     if not folder.is_dir():
         return []
     files = [path for path in sorted(folder.glob("*.gguf")) if _is(path.is_file)]
-    named = [(path, path.stem) for path in files if not path.name.endswith(SIDECAR_SUFFIX)]
+    named = [(path, path.stem) for path in files if not is_part(path.name)]
     for child in sorted(path for path in folder.iterdir() if _is(path.is_dir)):
         paths = complete_models(child)
         base = child.name.replace("--", "/", 1)

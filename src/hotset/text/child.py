@@ -1,11 +1,12 @@
 """Child processes that compute on untrusted input and can always be ended.
 
-Chat templates and grammars are untrusted programs. Nothing inside Python bounds their time and memory: one
-call that no signal interrupts may take hours. So a child process computes (`child_main.py`), under the limits
-of the system. A thread of the parent watches its computing time and memory, and kills it past a limit.
+Chat templates and grammars are untrusted programs, and image files are hostile. Nothing inside Python bounds
+their time and memory: one call that no signal interrupts may take hours. So a child process computes
+(`child_main.py`), under the limits of the system. A thread of the parent watches its computing time and
+memory, and kills it past a limit.
 
-A message is eight bytes of length, then that many bytes of JSON. The child's first message says that it is
-ready. Then each request gets one answer.
+A message is eight bytes of length, then that many bytes of JSON. If the JSON has `n_raw`, that many raw bytes
+follow. The child's first message says that it is ready. Then each request gets one answer.
 """
 
 from __future__ import annotations
@@ -70,9 +71,10 @@ class ChildError(Exception):
 
 
 class Child:
-    """A process that answers requests with a module of `hotset.text`, and the pipes to it.
+    """A process that answers requests with a module of hotset, and the pipes to it.
 
-    module: has `prepare` (`child_main.py`). packages: the installed packages that it imports.
+    module: its full name; it has `prepare` (`child_main.py`). packages: the installed packages that it
+    imports.
     """
 
     def __init__(self, module: str, packages: Sequence[str], limits: ChildLimits) -> None:
@@ -103,11 +105,14 @@ class Child:
         self._in: BinaryIO = self.process.stdin  # type: ignore[assignment]
         self._out: BinaryIO = self.process.stdout  # type: ignore[assignment]
 
-    def ask(self, request: bytes, **expected: type) -> dict[str, Any]:
+    def ask(
+        self, request: bytes, attached: bytes = b"", most_raw: int = 0, **expected: type
+    ) -> dict[str, Any]:
         """Send an `encoded` request and return the answer: an `error`, or the expected values (name=type).
 
-        Raises ChildError if the child sends neither. After any exception, including KeyboardInterrupt, end
-        the child: the next request would read this answer.
+        attached: raw bytes after the request, whose JSON has their number as `n_raw`. most_raw: most raw
+        bytes after the answer, which are its `raw`. Raises ChildError if the child sends neither. After any
+        exception, including KeyboardInterrupt, end the child: the next request would read this answer.
         """
         if not self._ready:
             with _Watch(self.process, ChildLimits(_START_SECONDS, _START_SECONDS, self._limits.n_bytes)):
@@ -116,7 +121,8 @@ class Child:
                 raise ChildError(Cause.NOT_READY, f"exit code {self.process.wait()}")
             self._ready = True
         with _Watch(self.process, self._limits) as watch:
-            answer = self._receive() if self._send(request) else None
+            sent = self._send(len(request).to_bytes(8, "big") + request) and self._send(attached)
+            answer = self._receive(most_raw) if sent else None
         if watch.found is not None:
             raise watch.found
         if answer is not None and "out_of_memory" in answer:
@@ -146,8 +152,8 @@ class Child:
     ) -> None:
         self.end()
 
-    def _send(self, request: bytes) -> bool:
-        view = memoryview(len(request).to_bytes(8, "big") + request)
+    def _send(self, data: bytes) -> bool:
+        view = memoryview(data)
         try:
             while view:
                 view = view[self._in.write(view) :]
@@ -155,7 +161,7 @@ class Child:
             return False
         return True
 
-    def _receive(self) -> dict[str, Any] | None:
+    def _receive(self, most_raw: int = 0) -> dict[str, Any] | None:
         """Return the next message; None if the child ends first, or sends something else."""
         head = self._read(8)
         size = int.from_bytes(head, "big") if head else _MAX_MESSAGE_BYTES + 1
@@ -166,7 +172,14 @@ class Child:
             message = json.loads(data.decode("utf-8", "surrogatepass"))
         except (ValueError, RecursionError):
             return None
-        return message if isinstance(message, dict) else None
+        if not isinstance(message, dict):
+            return None
+        n_raw = message.pop("n_raw", 0)
+        if n_raw and (type(n_raw) is not int or not 0 < n_raw <= most_raw):
+            return None
+        if n_raw:
+            message["raw"] = self._read(n_raw)
+        return message
 
     def _read(self, n: int) -> bytes | None:
         data = bytearray()

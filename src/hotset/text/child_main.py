@@ -24,7 +24,7 @@ _Answering = Callable[[dict[str, Any]], dict[str, Any]]
 def main(module: str, max_bytes: str, max_seconds: str) -> None:
     """Answer until the parent closes the pipe. max_seconds: computing time per answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    answering = import_module(f"hotset.text.{module}")
+    answering = import_module(module)
 
     def run() -> None:
         answer = answering.prepare()
@@ -91,11 +91,17 @@ def _read() -> dict[str, Any] | None:
         return None
     data = sys.stdin.buffer.read(int.from_bytes(head, "big"))
     request: dict[str, Any] = json.loads(data.decode("utf-8", "surrogatepass"))
+    if "n_raw" in request:
+        request["raw"] = sys.stdin.buffer.read(request["n_raw"])
     return request
 
 
 def _write(message: dict[str, Any]) -> None:
+    raw = message.pop("raw", b"")
+    if raw:
+        message["n_raw"] = len(raw)
     data = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
     sys.stdout.buffer.write(len(data).to_bytes(8, "big"))
     sys.stdout.buffer.write(data)
+    sys.stdout.buffer.write(raw)
     sys.stdout.buffer.flush()

@@ -257,7 +257,7 @@ def _tried(request: dict[str, Any]) -> str:
         raise InvalidRequestError(f"the {_NAMES[kind]} has a character 0 in it; leave it out")
     try:
         # A process per grammar: it delays no other, and no grammar shares memory with another's text.
-        with Child("grammar_child", ("llguidance",), LIMITS) as child:
+        with Child("hotset.text.grammar_child", ("llguidance",), LIMITS) as child:
             answer = child.ask(encoded(request), grammar=str, ignored=list)
     except ChildError as error:
         if error.cause in (Cause.TIME, Cause.MEMORY, Cause.DIED):

@@ -13,10 +13,22 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from hotset.errors import InvalidRequestError
+from hotset.errors import ContextLengthError, InvalidRequestError
 from hotset.parameters import shown
 from hotset.text.chat import ChatTemplate
 from hotset.text.folding import AS_TEXT, Folding, folded
+from hotset.text.image_text import (
+    NO_TOKEN,
+    NOTE,
+    GivenImage,
+    ImageSource,
+    PlacedImage,
+    PromptTokens,
+    as_parts,
+    images_of,
+    placeholders_in,
+    split,
+)
 from hotset.text.plain_text import PlainText
 from hotset.text.renderer import RefusedError
 from hotset.text.tokenizer import Tokenizer
@@ -97,24 +109,83 @@ def encoded(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     opening: Opening = BY_LAST_ROLE,
+    images: ImageSource | None = None,
     **variables: Any,
 ) -> list[int]:
     """Return the token ids of a conversation up to the answer, with BOS if the model's texts have it.
 
     Only the template writes special tokens; their spelling in messages and tools is plain text.
     messages: results of `checked_calls`. most: see Tokenizer.encode, which raises ContextLengthError.
+    images: of the model; with images in the messages, the result is a PromptTokens.
     Raises InvalidRequestError for a last message that cannot be continued. Errors of `rendered` pass through.
     """
     plain = PlainText(tokenizer, most)
-    text = _up_to_answer(template, messages, opening, plain.protected, {"tools": tools, **variables})
-    tokens = list(
-        tokenizer.encode(text, add_special=False, parse_special=True, most=most, restored=plain.restored)
-    )
-    # Most templates write BOS themselves, and it must occur only once.
+    how = {"tools": tools, "images": images, **variables}
+    text = _up_to_answer(template, messages, opening, plain.protected, how)
+
+    def ids_of(text: str, after_image: bool = False) -> list[int]:
+        return list(
+            tokenizer.encode(
+                text, add_special=False, parse_special=True, most=most, restored=plain.restored,
+                after_image=after_image,
+            )
+        )  # fmt: skip
+
+    given = {name: image for message in messages for name, image in images_of(message["content"]).items()}
     first = tokenizer.text_bos_id
+    if given and images is not None:
+        return _encoded_with_images(split(text), given, images, ids_of, first, most)
+    tokens = ids_of(text)
+    # Most templates write BOS themselves, and it must occur only once.
     if first is not None and tokens[:1] != [first]:
         tokens.insert(0, first)
     return tokens
+
+
+def _encoded_with_images(
+    parts: Sequence[str],
+    given: Mapping[str, GivenImage],
+    source: ImageSource,
+    ids_of: Callable[[str, bool], list[int]],
+    bos_id: int | None,
+    most: int,
+) -> PromptTokens:
+    """Return the ids of a rendered conversation. parts: texts, and placeholders of images, in turn.
+
+    A text between the tokens of two images is encoded as a whole, as between two special tokens. Raises
+    ContextLengthError before it decodes an image after `most` tokens.
+    """
+    tokens, placed = PromptTokens(), []
+    text = ""
+    for i, part in enumerate(parts):
+        if i % 2 == 0:
+            text += part
+            continue
+        if len(tokens) > most:
+            raise ContextLengthError(
+                f"the images have more than {len(tokens)} tokens, which do not fit in the context of {most}; "
+                "send fewer or smaller images, or load the model with a larger n_ctx",
+                n_tokens=len(tokens),
+                n_ctx=most,
+            )
+        firsts = []
+        for piece in source.pieces(given[part]):
+            if isinstance(piece, str):
+                text += piece
+                continue
+            tokens += _begun(tokens, ids_of(text, bool(tokens)) if text else [], bos_id)
+            text = ""
+            firsts.append(len(tokens))
+            tokens += [NO_TOKEN] * piece
+        placed.append(PlacedImage(given[part], tuple(firsts)))
+    tokens += _begun(tokens, ids_of(text, bool(tokens)) if text else [], bos_id)
+    tokens.images = tuple(placed)
+    return tokens
+
+
+def _begun(before: Sequence[int], tokens: list[int], bos_id: int | None) -> list[int]:
+    """Return further tokens of a prompt, with BOS if they are the first ones."""
+    return tokens if before or bos_id is None or tokens[:1] == [bos_id] else [bos_id, *tokens]
 
 
 def text_of(
@@ -123,10 +194,16 @@ def text_of(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     opening: Opening = BY_LAST_ROLE,
+    images: ImageSource | None = None,
     **variables: Any,
 ) -> str:
-    """Return the text that `encoded` turns into tokens, without BOS, which an encoder of prompts adds."""
-    text = _up_to_answer(template, messages, opening, _unchanged, {"tools": tools, **variables})
+    """Return the text that `encoded` turns into tokens, without BOS, which an encoder of prompts adds.
+
+    An image is the marker of the model's family, or a note.
+    """
+    how = {"tools": tools, "images": images, **variables}
+    marker = NOTE if images is None else images.marker
+    text = marker.join(split(_up_to_answer(template, messages, opening, _unchanged, how))[::2])
     first = tokenizer.text_bos_id
     return text if first is None else text.removeprefix(tokenizer.piece(first))
 
@@ -186,12 +263,14 @@ def rendered(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     protected: Callable[[Any], Any] = _unchanged,
+    images: ImageSource | None = None,
     **variables: Any,
 ) -> str:
     """Render results of `checked_calls`, rewritten as the template needs (text/folding.py).
 
     If the template still rejects them, they are rendered as texts of two alternating roles.
     protected: returns the value to render in place of plain data, such as messages and tools consist of.
+    images: of the model, for messages with images, whose placeholders are in the result.
     Raises the errors of ChatTemplate.render.
     """
     named = _with_names(messages)
@@ -199,14 +278,18 @@ def rendered(
 
     def made(folding: Folding, given: Sequence[dict[str, Any]]) -> str:
         found, shown_tools, more = folded(folding, template.form, given, known)
-        return template.render(found, add_generation_prompt, shown_tools, **more, **variables)
+
+        def render(messages: Sequence[dict[str, Any]]) -> str:
+            return template.render(messages, add_generation_prompt, shown_tools, **more, **variables)
+
+        return render(found) if images is None else _rendered_with_images(found, images, render)
 
     as_objects = _protected(_with_arguments(named, _as_object), protected)
     if not tools and _is_ordinary(as_objects):
         # Nearly every template accepts these. Trying first saves the first answer from waiting for the probe.
         with suppress(RefusedError):
             text = made(Folding(), as_objects)
-            if as_objects[-1]["content"].strip() in text:
+            if images is not None or as_objects[-1]["content"].strip() in text:
                 return text
     forms = [as_objects]
     if any("tool_calls" in message for message in messages):
@@ -220,6 +303,50 @@ def rendered(
                 refusal = refusal or error
     assert refusal is not None
     raise refusal
+
+
+def _rendered_with_images(
+    messages: Sequence[dict[str, Any]],
+    source: ImageSource,
+    render: Callable[[Sequence[dict[str, Any]]], str],
+) -> str:
+    """Render messages with placeholders of images; the result has each of them once, in order.
+
+    Contents with images are first given as parts, as published templates of vision models expect them. A
+    template that does not write a marker for each image gets texts with markers in them. Raises RefusedError
+    if it leaves out an image there, too.
+    """
+    wanted = placeholders_in(messages)
+    if not wanted:
+        return render(messages)
+    as_lists = [{**message, "content": as_parts(message.get("content"))} for message in messages]
+    texts = [
+        part["text"].strip()
+        for message in as_lists
+        if isinstance(message["content"], list)
+        for part in message["content"]
+        if part["type"] == "text"
+    ]
+    with suppress(RefusedError):
+        text = render(as_lists)
+        between = text.split(source.marker)
+        if len(between) == len(wanted) + 1 and all(one in text for one in texts):
+            return "".join(piece for pair in zip(between, [*wanted, ""], strict=True) for piece in pair)
+    marked = [{**message, "content": _marked(message.get("content"), source)} for message in messages]
+    text = render(marked)
+    if split(text)[1::2] != wanted:
+        raise RefusedError("the chat template leaves out an image; set another one with chat_template")
+    return text
+
+
+def _marked(content: Any, source: ImageSource) -> Any:
+    """Return a content whose placeholders are surrounded by the text around the family's marker."""
+    if isinstance(content, list):
+        return [{**part, "text": _marked(part.get("text"), source)} for part in content]
+    if not isinstance(content, str):
+        return content
+    before, _, after = source.plain_marker.partition(source.marker)
+    return "".join(f"{before}{one}{after}" if i % 2 else one for i, one in enumerate(split(content)))
 
 
 def _is_ordinary(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -144,7 +144,7 @@ class Renderer:
             self._drop()  # it was ended between two renderings
         if self._child is None:
             try:
-                self._child = Child("jinja_child", ("jinja2", "markupsafe"), LIMITS)
+                self._child = Child("hotset.text.jinja_child", ("jinja2", "markupsafe"), LIMITS)
             except ChildError as error:
                 raise self._error(error) from None
             self._end_child = weakref.finalize(self, self._child.end)  # with this object, and at exit

@@ -147,6 +147,7 @@ class Tokenizer:
         *,
         most: int | None = None,
         restored: Callable[[str], str] | None = None,
+        after_image: bool = False,
     ) -> list[int]:
         """Return the ids of `text`. Other threads keep running while a long one is tokenized.
 
@@ -156,6 +157,7 @@ class Tokenizer:
         most: tokens. Raises ContextLengthError before tokenizing if the text certainly has more
             (`fewest_tokens`). The result may still have more.
         restored: returns the actual text of a part between special tokens (text/plain_text.py).
+        after_image: the text follows an image, which counts as a special token.
         """
         text = _without_surrogates(text)
         whole = restored(text) if restored else text
@@ -169,7 +171,7 @@ class Tokenizer:
             )
         ids: list[int] = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
         specials = self._special if parse_special else self._user_defined
-        after_special = True
+        after_special = self._prefixes_parts if after_image else True
         for part, special in self._stripped(specials.split(text)):
             if special is None:
                 ids += self._encode_plain(restored(part) if restored else part, after_special)

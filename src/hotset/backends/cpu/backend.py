@@ -172,7 +172,8 @@ class CpuBackend(WithoutDevices):
                 None if x is None else on_host(x),
                 None if batch.thresholded is None else batch.thresholded.view(np.uint8),
                 *((batch.states, batch.saves) if self.n_states else (None, None)),
-                scales,
+                scales, batch.rotary, batch.groups,
+                *(() if batch.image_rows is None else (batch.image_rows.places, batch.image_rows.rows)),
             )  # fmt: skip
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None

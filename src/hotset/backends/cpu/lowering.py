@@ -1023,7 +1023,7 @@ def rope_facts(rope: Rope) -> Facts:
     """Return a rotation as facts of a native operation."""
     return {
         "kind": rope.kind, "n_rot": rope.n_rot, "freq": list(rope.freq), "magnitude": rope.magnitude,
-        "every": rope.every,
+        "every": rope.every, "axes": None if rope.axes is None else list(rope.axes),
     }  # fmt: skip
 
 

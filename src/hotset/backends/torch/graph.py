@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from hotset.backends.base import ImageRows
 from hotset.backends.decoded import DecodedWeights
 from hotset.backends.torch.functions import (
     activate,
@@ -60,9 +61,13 @@ from hotset.formats.source import WeightSource
 
 @dataclass
 class Step:
-    """Token ids [n_texts, n_tokens] and the values computed so far, float32 [n_texts * n_tokens, width]."""
+    """Token ids [n_texts, n_tokens] and the values computed so far, float32 [n_texts * n_tokens, width].
+
+    images: rows that replace the embeddings of tokens, whose places count through all texts.
+    """
 
     tokens: Tensor
+    images: ImageRows | None = None
     values: dict[int, Tensor] = field(default_factory=dict)
 
     def __getitem__(self, value: Value) -> Tensor:
@@ -165,9 +170,12 @@ class TorchGraph:
         x: Tensor | None,
         compute: Compute | None = None,
         until: Value | None = None,
+        images: ImageRows | None = None,
     ) -> Step:
-        """Compute the values of a part, with x as its input. until: the last value to compute; None: all."""
-        step = Step(tokens)
+        """Compute the values of a part, with x as its input. until: the last value to compute; None: all.
+
+        images: as in Step."""
+        step = Step(tokens, images)
         if part.entering is not None:
             assert x is not None
             step.values[part.entering.id] = x
@@ -181,7 +189,7 @@ class TorchGraph:
         """Compute the result of an operation from the values of a step."""
         match op:
             case ops.Embed():
-                return self._embedded(op, step.tokens)
+                return self._embedded(op, step)
             case ops.RMSNorm():
                 return rms_norm(step[op.x], self.weight(op.weight), op.eps, op.n_head)
             case ops.UnitNorm():
@@ -254,17 +262,23 @@ class TorchGraph:
             case ops.LowRank():
                 raise UnsupportedModelError("only the CPU computes a graph with adapters (LoRA)")
             case ops.SelectOutputs() | ops.Threshold():  # all tokens; thresholds have no effect
+                assert not isinstance(op, ops.SelectOutputs) or op.n == 1, "an image encoder"
                 return step[op.x]
             case _:
                 assert_never(op)
 
-    def _embedded(self, op: ops.Embed, tokens: Tensor) -> Tensor:
+    def _embedded(self, op: ops.Embed, step: Step) -> Tensor:
+        tokens = step.tokens
         if op.of == "position":
             tokens = torch.arange(tokens.shape[1]).expand(tokens.shape) + op.first_row
         elif op.of == "type":
             tokens = torch.zeros_like(tokens)
         table = self.weight(op.weight).reshape(-1, op.out.width)  # files have one row as a vector
-        return F.embedding(tokens.to(self.device), table).flatten(0, 1)
+        rows = F.embedding(tokens.to(self.device), table).flatten(0, 1)
+        if step.images is None or not op.replaceable:
+            return rows
+        places = torch.from_numpy(step.images.places.astype(np.int64)).to(self.device)
+        return rows.index_copy(0, places, torch.from_numpy(step.images.rows).to(self.device))
 
     def _recurrent(self, op: ops.Recurrent, step: Step) -> Tensor:
         match op:
@@ -333,6 +347,7 @@ class TorchGraph:
 
     def _attended(self, op: ops.Attention, step: Step) -> Tensor:
         assert not op.first_seen, "a layer for multi-token prediction"
+        assert op.groups != "only", "an image encoder"
         n_tokens, group = step.tokens.shape[1], op.n_head // op.n_head_kv
         q = step.by_text(op.q).unflatten(-1, (op.n_head_kv, group, -1))
         k = step.by_text(op.k).unflatten(-1, (op.n_head_kv, -1)).transpose(1, 2)

@@ -337,6 +337,8 @@ class Program:
             case ops.Embed():
                 return lambda f: f.values.__setitem__(out, f.inputs.vectors[out][: f.n])
             case ops.SelectOutputs():
+                if main.n > 1:
+                    raise UnsupportedModelError("joined tokens are computed on the CPU; use device='cpu'")
                 x = main.x.id
                 return lambda f: f.values.__setitem__(out, f.values[x].index_select(0, f.outputs))
             case ops.Attention():

@@ -102,6 +102,14 @@ _GEMMA3N = HFClass(
     parts=(AltUpPart,),
 )
 
+_GEMMA3 = HFClass(
+    "gemma3",
+    **_GEMMA,
+    defaults=_GEMMA_DEFAULTS | {"max_position_embeddings": 131072, "rope_theta": 1e6},
+    numbers={"final_logit_softcapping": "final_logit_softcapping"},
+    windows=("sliding_window", "layer_types", "sliding_window_pattern"),
+)
+
 CLASSES: dict[str, HFClass] = {
     "GemmaForCausalLM": HFClass(
         "gemma",
@@ -128,12 +136,11 @@ CLASSES: dict[str, HFClass] = {
         },
         windows=("sliding_window", "layer_types"),
     ),
-    "Gemma3ForCausalLM": HFClass(  # the text models; models with vision have another class, which is rejected
-        "gemma3",
-        **_GEMMA,
-        defaults=_GEMMA_DEFAULTS | {"max_position_embeddings": 131072, "rope_theta": 1e6},
-        numbers={"final_logit_softcapping": "final_logit_softcapping"},
-        windows=("sliding_window", "layer_types", "sliding_window_pattern"),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(  # its text_config leaves out the class's values
+        _GEMMA3,
+        sees=True,
+        defaults=_GEMMA3.defaults | {"num_attention_heads": 8, "vocab_size": 262208},
     ),
     "Gemma3nForCausalLM": _GEMMA3N,
     "Gemma3nForConditionalGeneration": replace(_GEMMA3N, sees=True),

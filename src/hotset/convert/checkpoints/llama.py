@@ -183,6 +183,8 @@ CLASSES: dict[str, HFClass] = {
     "BaichuanForCausalLM": _BAICHUAN,
     "BaiChuanForCausalLM": _BAICHUAN,
     "LlamaForCausalLM": HFClass("llama", defaults=LLAMA_DEFAULTS),
+    "Idefics3ForConditionalGeneration": HFClass("llama", defaults=LLAMA_DEFAULTS, sees=True),
+    "SmolVLMForConditionalGeneration": HFClass("llama", defaults=LLAMA_DEFAULTS, sees=True),
     "SparseLlamaForCausalLM": HFClass("llama", **SPARSE_LM, defaults=LLAMA_DEFAULTS),
     "StableLmForCausalLM": HFClass(
         "stablelm",

@@ -9,7 +9,9 @@ import re
 from typing import Any
 
 # The text before the names of the text model's tensors in models that see.
-TEXT_MODEL = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.(?=lm_head))")
+TEXT_MODEL = re.compile(
+    r"^(language_model\.model\.|model\.(language|text)_model\.|language_model\.(?=lm_head))"
+)
 
 
 def _by_name(table: dict[str, str]) -> dict[str, str]:

@@ -46,6 +46,7 @@ from hotset.server.tool_fields import (
     chosen,
 )
 from hotset.server.turns import ROLES, turn_of
+from hotset.text.image_text import DETAILS
 from hotset.text.messages import Opening
 from hotset.text.parts import ToolCall
 
@@ -92,6 +93,19 @@ _TEXT_PART = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
+_IMAGE_PART = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "image_url"},
+        "image_url": {
+            "type": "object",
+            "properties": {"url": {"type": "string"}, "detail": {"enum": list(DETAILS)}},
+            "required": ["url"],
+        },
+    },
+    "required": ["type", "image_url"],
+}
+_PARTS = {"type": "array", "items": {"anyOf": [_TEXT_PART, _IMAGE_PART]}}
 _CALL = {
     "type": "object",
     "properties": {
@@ -110,7 +124,7 @@ _MESSAGE = {
     "properties": {
         "role": {"enum": list(ROLES)},
         "content": {
-            "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}],
+            "anyOf": [{"type": "string"}, _PARTS, {"type": "null"}],
             "description": "May be left out with tool_calls.",
         },
         "reasoning_content": {"type": ["string", "null"]},

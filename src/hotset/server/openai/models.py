@@ -12,6 +12,8 @@ from hotset.server.streams import file_of, listed
 
 router = APIRouter()
 
+_SEES = {"input_modalities": ["text", "image"], "output_modalities": ["text"]}
+
 
 @router.get("/v1/models")
 async def models(http: Request) -> dict[str, Any]:
@@ -34,7 +36,7 @@ async def _entries(http: Request) -> list[dict[str, Any]]:
 
 
 def entry(model: ListedModel) -> dict[str, Any]:
-    """Return a model's entry in OpenAI's form; `status` is llama-server's."""
+    """Return a model's entry in OpenAI's form; `status` is llama-server's, `architecture` OpenRouter's."""
     facts = model.facts
     return {
         "id": model.name,
@@ -51,6 +53,7 @@ def entry(model: ListedModel) -> dict[str, Any]:
             "has_zeros": facts.has_zeros,
             **({} if model.needs is None else {"needs": model.needs}),
         },
+        **({"architecture": _SEES} if facts.sees else {}),
         **({} if model.state is None else {"status": model.state}),
     }
 

@@ -7,6 +7,7 @@ events.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -46,7 +47,8 @@ from hotset.server.tool_fields import (
     ToolName,
     chosen,
 )
-from hotset.server.turns import ROLES, Turn, add, tool_call
+from hotset.server.turns import ROLES, Turn, add, client_image, tool_call
+from hotset.text.image_text import joined
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -73,7 +75,25 @@ def _noted(part: Any) -> Any:
     return {"type": "input_text", "text": note} if note else part
 
 
-Part = Annotated[TextPart | RefusalPart | UnknownPart, ByType("text")]
+class ImagePart(Body):
+    """An image: a data URL, or an address. file_id: of a file that a provider stores."""
+
+    type: Literal["input_image"]
+    image_url: str | None = None
+    detail: str | None = None
+    file_id: Any = None
+
+    @cached_property
+    def text(self) -> str:
+        """Return the image as a text with one image. Raises InvalidRequestError."""
+        if self.image_url is None:
+            raise InvalidRequestError("no files are stored, so send the image itself as image_url")
+        found = client_image({"type": self.type, "image_url": self.image_url, "detail": self.detail})
+        assert found is not None
+        return found
+
+
+Part = Annotated[TextPart | ImagePart | RefusalPart | UnknownPart, ByType("text")]
 Content = str | list[Annotated[Part, BeforeValidator(check_part)]]
 
 
@@ -310,14 +330,14 @@ def conversation(instructions: str | None, items: str | list[Item]) -> list[Turn
 
 def _result(item: ClientOutputItem) -> str:
     text = result_text(item.output)
-    return f"Error: {text}" if item.status == "failed" else text
+    return joined(" ", ["Error:", text]) if item.status == "failed" else text
 
 
 def _joined(content: str | list[Any]) -> str:
     if isinstance(content, str):
         return content
     texts = [part.refusal if isinstance(part, RefusalPart) else getattr(part, "text", "") for part in content]
-    return "".join(texts)
+    return joined("", texts)
 
 
 def _full_name(namespace: str | None, name: str) -> str:

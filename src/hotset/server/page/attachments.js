@@ -1,24 +1,30 @@
-// Files attached to a message. The browser reads their text, which is sent before the message.
+// Files attached to a message. The browser reads their text, which is sent before the message, or their image.
 
 import { byId, h, icon, ICONS } from "./dom.js";
+import { imageKind, picture, urlOf } from "./images.js";
 import { notice } from "./notices.js";
 import { textOfPdf } from "./pdf.js";
 import { count, counted, size } from "./units.js";
 
 const MOST_BYTES = 1 << 20; // of a file: about the largest text whose tokens the server counts
 const MOST_PDF_BYTES = 20 << 20;
+const MOST_IMAGE_BYTES = 50 << 20;
+const WHOLE = 2048; // pixels of an opened image
 const MOST_FILES = 16;
 const LONGEST_NAME = 120;
 
-/** Read a file: {name, text}. Throws an Error with a message for the user. */
-async function read(file) {
+/** Read a file: {name, text} or {name, image}. sees: whether the model reads images. Throws an Error with a message for
+ * the user. */
+async function read(file, sees) {
   const name = file.name.replace(/[\p{C}`]+/gu, " ").slice(-LONGEST_NAME) || "file";
   const bytes = new Uint8Array(await file.arrayBuffer());
-  const isPdf = startsWith(bytes, "%PDF-"), most = isPdf ? MOST_PDF_BYTES : MOST_BYTES;
+  const isPdf = startsWith(bytes, "%PDF-"), kind = sees ? imageKind(bytes) : null;
+  const most = isPdf ? MOST_PDF_BYTES : kind ? MOST_IMAGE_BYTES : MOST_BYTES;
   const tooLarge = (n, limit) => new Error(`${name} has ${size(n)}, and the limit is ${size(limit)}: attach a part of it.`);
   if (bytes.length > most) throw tooLarge(bytes.length, most);
+  if (kind) return { name, image: await urlOf(name, bytes, kind) };
   const text = isPdf ? await pdf(name, bytes) : decoded(bytes);
-  if (text === null) throw new Error(`${name} is neither text in UTF-8 or UTF-16 nor a PDF: the models here read text only.`);
+  if (text === null) throw new Error(`${name} is neither text in UTF-8 or UTF-16 nor a PDF: this model reads ${sees ? "text and images" : "text"} only.`);
   if (text.length > MOST_BYTES) throw tooLarge(text.length, MOST_BYTES);
   if (text.trim() === "") throw new Error(`${name} is empty.`);
   return { name, text };
@@ -52,13 +58,18 @@ export function fenced(text, kind = "") {
   return `${fence}${kind}\n${text.replace(/\n+$/, "")}\n${fence}`;
 }
 
-/** Return a message as the model reads it: each file after its name, between unique fences, then the text. */
+/** Return a message as the model reads it: images, each text file after its name, between unique fences, then the text.
+ * With images it is a list of parts, otherwise a text. */
 export function contentOf({ content, files = [] }) {
-  const blocks = files.map(({ name, text }) => {
+  const blocks = files.filter(({ image }) => image === undefined).map(({ name, text }) => {
     const kind = /\.(?!pdf$)(\w{1,10})$/i.exec(name)?.[1] ?? "";
     return `File ${name}:\n${fenced(text, kind.toLowerCase())}`;
   });
-  return [...blocks, content].filter((part) => part !== "").join("\n\n");
+  const text = [...blocks, content].filter((part) => part !== "").join("\n\n");
+  const images = files.filter(({ image }) => image !== undefined);
+  if (images.length === 0) return text;
+  const parts = images.map(({ image }) => ({ type: "image_url", image_url: { url: image } }));
+  return text === "" ? parts : [...parts, { type: "text", text }];
 }
 
 /** Return the file list above a sent message. */
@@ -66,18 +77,29 @@ export function fileList(files) {
   return h(
     "ul",
     { class: "files" },
-    files.map(({ name, text }) =>
-      h("li", {}, h("details", {}, h("summary", {}, name), h("pre", { tabIndex: 0, role: "region", "aria-label": name }, text))),
+    files.map(({ name, text, image }) =>
+      h("li", {}, image === undefined
+        ? h("details", {}, h("summary", {}, name), h("pre", { tabIndex: 0, role: "region", "aria-label": name }, text))
+        : imageDetails(name, image)),
     ),
   );
 }
 
+/** Return a thumbnail that opens the image. The large picture is drawn when it is first opened. */
+function imageDetails(name, image) {
+  const details = h("details", { class: "image" }, h("summary", { title: name }, picture(name, image)));
+  details.addEventListener("toggle", () => details.append(picture(name, image, WHOLE)), { once: true });
+  return details;
+}
+
 /** The files of the message that is being written. */
 export class Attachments {
-  /** countTokens(text): a promise of the number, null if unknown. room(): free tokens of the context, or null. */
-  constructor({ countTokens, room }) {
+  /** countTokens(text): a promise of the number, null if unknown. room(): free tokens of the context, or null. sees():
+   * whether the model reads images. */
+  constructor({ countTokens, room, sees }) {
     this.countTokens = countTokens;
     this.room = room;
+    this.sees = sees;
     this.files = [];
     byId("attach").addEventListener("click", () => byId("attach-file").click());
     byId("attach-file").addEventListener("change", (event) => {
@@ -114,7 +136,7 @@ export class Attachments {
         break;
       }
       try {
-        const read_ = await read(file);
+        const read_ = await read(file, this.sees());
         this.files.push(read_);
         this.draw();
         this.count(read_);
@@ -126,6 +148,7 @@ export class Attachments {
   }
 
   async count(file) {
+    if (file.image !== undefined) return; // only the model's encoder knows
     try {
       file.tokens = await this.countTokens(contentOf({ content: "", files: [file] }));
     } catch {
@@ -136,7 +159,7 @@ export class Attachments {
 
   /** Remove and return the files, for a message that is sent now. */
   take() {
-    const files = this.files.map(({ name, text }) => ({ name, text }));
+    const files = this.files.map(({ name, text, image }) => (image === undefined ? { name, text } : { name, image }));
     this.files = [];
     this.draw();
     return files;
@@ -153,8 +176,9 @@ export class Attachments {
           this.draw();
           byId("ask").focus();
         });
-        const length = file.tokens ? counted(file.tokens, "token") : size(new Blob([file.text]).size);
-        return h("li", {}, h("span", {}, file.name), h("small", {}, length), remove);
+        const length = file.tokens ? counted(file.tokens, "token") : size(new Blob([file.text ?? atob(file.image.split(",")[1])]).size);
+        const shown = file.image === undefined ? h("span", {}, file.name) : picture(file.name, file.image, 48);
+        return h("li", {}, shown, h("small", {}, length), remove);
       }),
     );
     if (room !== null && sum >= room) {

@@ -49,6 +49,7 @@ const toolsDialog = new ToolsDialog(tools, {
 const attachments = new Attachments({
   countTokens: async (text) => (models.isLoaded ? server.countTokens(models.baseName, text) : null),
   room: () => models.nContext,
+  sees: () => models.sees,
 });
 
 // ---- the server and its models ----

@@ -78,6 +78,11 @@ export class Models {
     return this.chosen?.max_model_len ?? null;
   }
 
+  /** Whether the chosen model reads images. */
+  get sees() {
+    return this.chosen?.architecture?.input_modalities?.includes("image") ?? false;
+  }
+
   /** Choose a model. name: null or unknown: the usual one. keep: for later conversations, too. */
   async choose(name, keep = false) {
     const wanted = this.find(name)?.id ?? this.usual();

@@ -3,6 +3,7 @@
 
 import { fenced } from "./attachments.js";
 import { folderName } from "./folders.js";
+import { isImageUrl } from "./images.js";
 import { checkedSettings } from "./settings.js";
 import { checkedCalls, checkedTools, distrustCalls } from "./tools.js";
 import { path } from "./tree.js";
@@ -135,8 +136,8 @@ function checkedMessage(value) {
   const calls = value.role === "assistant" ? checkedCalls(value.calls) : null;
   if (calls) kept.calls = calls;
   if (Array.isArray(value.files)) {
-    const isFile = (file) => typeof file?.name === "string" && typeof file.text === "string";
-    kept.files = value.files.filter(isFile).map(({ name, text }) => ({ name, text }));
+    const isFile = (file) => typeof file?.name === "string" && (typeof file.text === "string" || isImageUrl(file.image));
+    kept.files = value.files.filter(isFile).map(({ name, text, image }) => (typeof text === "string" ? { name, text } : { name, image }));
   }
   return kept;
 }

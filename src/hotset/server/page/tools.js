@@ -134,7 +134,14 @@ export function takeCalls(message, deltas) {
   }
 }
 
-/** Return the messages of a conversation for a request. contentOf(message): the text that the model reads. */
+const asParts = (content) => (typeof content === "string" ? [{ type: "text", text: content }] : content);
+
+function joined(first, second) {
+  if (typeof first === "string" && typeof second === "string") return `${first}\n\n${second}`;
+  return [...asParts(first), ...asParts(second)];
+}
+
+/** Return the messages of a conversation for a request. contentOf(message): its text or parts for the model. */
 export function sentMessages(system, messages, contentOf) {
   const sent = system ? [{ role: "system", content: system }] : [];
   // Drop a question without an answer: many templates refuse two questions in a row. Messages that became adjacent by a
@@ -143,7 +150,7 @@ export function sentMessages(system, messages, contentOf) {
   for (const [i, message] of messages.entries()) {
     if (isEmpty(message) || (message.role === "user" && isEmpty(messages[i + 1]))) continue;
     const last = sent.at(-1), content = contentOf(message);
-    if (last?.role === message.role) last.content = `${last.content}\n\n${content}`;
+    if (last?.role === message.role) last.content = joined(last.content, content);
     else sent.push({ role: message.role, content });
     if (message.calls) addCalls(sent, message);
   }

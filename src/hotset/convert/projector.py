@@ -1,0 +1,373 @@
+"""Converts the image encoder and the projector of a Hugging Face checkpoint to llama.cpp's mmproj file.
+
+Keys and names of tensors are those of llama.cpp's converter, so that each program runs the other's files.
+Anything unknown raises an error and is never guessed. A tensor is a view of the checkpoint's mapped file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from hotset.convert.hf_checkpoint import Checkpoint
+from hotset.convert.hf_config import read_json
+from hotset.convert.hf_values import integer, number
+from hotset.convert.sources import Origin
+from hotset.errors import FormatError, HotsetError, UnsupportedModelError
+from hotset.files import check_target
+from hotset.formats.gguf import GGUFWriter, PlannedFile, TensorInfo
+from hotset.formats.quants import GGMLType
+from hotset.formats.requantize import PlannedTensor, assign_types, target_of, typed_model
+from hotset.model.vision.config import ARCHITECTURE, config_of_encoder
+from hotset.model.vision.graph import describe_encoder
+from hotset.model.vision.tensors import EncoderTensors
+from hotset.parameters import shown
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
+    from hotset.reporter import Reporter
+
+_T = GGMLType
+_HALF, _CLIP_MEAN = (0.5, 0.5, 0.5), (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_FILTERS = {1: "LANCZOS", 2: "BILINEAR", 3: "BICUBIC"}  # Pillow's numbers
+
+# Names in checkpoints, without the text before the vision part → names in the file. A name that does not end
+# in a kind keeps the checkpoint's.
+_SIGLIP = {
+    r"embeddings\.patch_embedding": "v.patch_embd",
+    r"embeddings\.position_embedding": "v.position_embd",
+    r"encoder\.layers\.(\d+)\.layer_norm([12])": r"v.blk.\1.ln\2",
+    r"encoder\.layers\.(\d+)\.self_attn\.([qkv])_proj": r"v.blk.\1.attn_\2",
+    r"encoder\.layers\.(\d+)\.self_attn\.out_proj": r"v.blk.\1.attn_out",
+    r"encoder\.layers\.(\d+)\.mlp\.fc1": r"v.blk.\1.ffn_up",
+    r"encoder\.layers\.(\d+)\.mlp\.fc2": r"v.blk.\1.ffn_down",
+    r"post_layernorm": "v.post_ln",
+}
+_QWEN = {
+    r"patch_embed\.proj": "v.patch_embd",
+    r"blocks\.(\d+)\.norm([12])": r"v.blk.\1.ln\2",
+    r"blocks\.(\d+)\.attn\.qkv": r"v.blk.\1.attn_q v.blk.\1.attn_k v.blk.\1.attn_v",
+    r"blocks\.(\d+)\.attn\.proj": r"v.blk.\1.attn_out",
+    r"blocks\.(\d+)\.mlp\.(fc1|up_proj)": r"v.blk.\1.ffn_up",
+    r"blocks\.(\d+)\.mlp\.(fc2|down_proj)": r"v.blk.\1.ffn_down",
+    r"blocks\.(\d+)\.mlp\.gate_proj": r"v.blk.\1.ffn_gate",
+    r"merger\.ln_q": "v.post_ln",
+    r"merger\.mlp\.(\d+)": r"mm.\1",
+}
+
+
+@dataclass(frozen=True)
+class EncoderClass:
+    """A class of checkpoints with an image encoder.
+
+    projector: the family. prefix: of the names of the vision part's tensors. tensors: patterns of the rest →
+    names in the file, several if a tensor is split. defaults: entries of vision_config that the class has if
+    config.json has not. mean, std: of the processor. resample: Pillow's filter. keys: returns further keys,
+    without `clip.`, from vision_config, config.json and the processor's file. whole: types of
+    tensors in files of any type but F32.
+    """
+
+    projector: str
+    prefix: str
+    tensors: Mapping[str, str]
+    defaults: Mapping[str, Any]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    resample: int
+    keys: Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+    whole: Mapping[str, GGMLType]
+
+
+def _idefics3_keys(
+    vision: Mapping[str, Any], config: Mapping[str, Any], images: Mapping[str, Any]
+) -> dict[str, Any]:
+    longest = _size(images, "size", "longest_edge", 4 * 364)
+    side = integer(vision, "image_size")
+    if (tile := _size(images, "max_image_size", "longest_edge", side)) != side:
+        raise UnsupportedModelError(f"tiles of {tile} pixels for an encoder of {side} are not supported")
+    return {
+        "vision.projector.scale_factor": integer(config, "scale_factor", 2),
+        "vision.preproc_image_size": longest,
+    }
+
+
+def _gemma3_keys(
+    vision: Mapping[str, Any], config: Mapping[str, Any], images: Mapping[str, Any]
+) -> dict[str, Any]:
+    side = integer(vision, "image_size")
+    if (height := _size(images, "size", "height", side)) != side:
+        raise UnsupportedModelError(f"images of {height} pixels for an encoder of {side} are not supported")
+    per_side = math.isqrt(integer(config, "mm_tokens_per_image", 256))
+    merge = side // integer(vision, "patch_size") // per_side
+    return {} if merge == 4 else {"vision.projector.scale_factor": merge}
+
+
+def _qwen_keys(
+    vision: Mapping[str, Any], config: Mapping[str, Any], images: Mapping[str, Any]
+) -> dict[str, Any]:
+    least = _size(images, "size", "shortest_edge", integer(images, "min_pixels", 56 * 56))
+    most = _size(images, "size", "longest_edge", integer(images, "max_pixels", 28 * 28 * 1280))
+    keys: dict[str, Any] = {"vision.image_min_pixels": least, "vision.image_max_pixels": most}
+    if (merge := integer(vision, "spatial_merge_size")) != 2:
+        keys["vision.spatial_merge_size"] = merge
+    if integer(vision, "temporal_patch_size") != 2:
+        raise UnsupportedModelError("patches of other than two frames are not supported")
+    if (full := vision.get("fullatt_block_indexes")) is not None:
+        keys["vision.n_wa_pattern"] = _pattern(full, integer(vision, "num_hidden_layers"))
+        if (window := integer(vision, "window_size")) != 112:
+            keys["vision.window_size"] = window
+    return keys
+
+
+_OF_SIGLIP = {
+    "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "intermediate_size": 3072,
+    "num_hidden_layers": 12, "image_size": 224,
+}  # fmt: skip
+_OF_QWEN = {
+    "depth": 32, "num_heads": 16, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    "image_size": 560, "layer_norm_eps": 1e-6,
+}  # fmt: skip
+_F32 = {"v.patch_embd.weight": _T.F32, "v.position_embd.weight": _T.F32}
+_IDEFICS3 = EncoderClass(
+    "idefics3", r"(model\.)?(vision_model|connector)\.",
+    _SIGLIP | {r"modality_projection\.proj": "mm.model.fc"},
+    _OF_SIGLIP | {"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32},
+    _HALF, _HALF, 1, _idefics3_keys, _F32,
+)  # fmt: skip
+_QWEN2VL = EncoderClass(
+    "qwen2vl_merger", r"(model\.)?visual\.", _QWEN,
+    _OF_QWEN | {"embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu", "mlp_ratio": 4},
+    _CLIP_MEAN, _CLIP_STD, 3, _qwen_keys, {},
+)  # fmt: skip
+CLASSES = {
+    "Idefics3ForConditionalGeneration": _IDEFICS3,
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
+    "Gemma3ForConditionalGeneration": EncoderClass(
+        "gemma3", r"(model\.)?(vision_tower(\.vision_model)?|multi_modal_projector)\.",
+        _SIGLIP
+        | {
+            "mm_input_projection_weight": "mm.input_projection.weight",
+            "mm_soft_emb_norm": "mm.soft_emb_norm",
+        },
+        _OF_SIGLIP | {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16},
+        _HALF, _HALF, 2, _gemma3_keys, _F32 | {"mm.input_projection.weight": _T.F16},
+    ),
+    "Qwen2VLForConditionalGeneration": _QWEN2VL,
+    "Qwen2_5_VLForConditionalGeneration": EncoderClass(
+        "qwen2.5vl_merger", r"(model\.)?visual\.", _QWEN,
+        _OF_QWEN
+        | {
+            "hidden_size": 1280, "intermediate_size": 3420, "hidden_act": "silu", "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
+        _CLIP_MEAN, _CLIP_STD, 3, _qwen_keys, {},
+    ),
+}  # fmt: skip
+
+
+def convert_projector(
+    src_dir: str | os.PathLike[str],
+    out_path: str | os.PathLike[str],
+    type: GGMLType | str = "f16",
+    *,
+    tensor_types: Sequence[str] = (),
+    progress: Reporter | None = None,
+) -> tuple[PlannedTensor, ...]:
+    """Write the image encoder of the checkpoint in the folder `src_dir` as a file for --mmproj.
+
+    type, tensor_types: of the matrices, as for `requantize.types_of`. Returns the types of the tensors.
+    Raises ModelNotFoundError, FormatError, UnsupportedModelError or InvalidRequestError, and then leaves no
+    file.
+    """
+    check_target(out_path)
+    src = Path(src_dir)
+    name = type.name.lower() if isinstance(type, GGMLType) else type.lower()
+    config = read_json(src / "config.json")
+    family = _class_of(config)
+    checkpoint = Checkpoint(src)
+    sources = dict(_sources(checkpoint, family))
+    writer = GGUFWriter(out_path, ARCHITECTURE)
+    writer.add("general.type", "mmproj")
+    writer.add("general.name", src.resolve().name)
+    writer.add("general.file_type", target_of(name).file_type)
+    writer.add("general.quantization_version", 2)
+    for key, value in _keys(family, config, _processor(src)).items():
+        writer.add(f"{ARCHITECTURE}.{key}", value)
+    infos = [
+        TensorInfo(n, source.shape[::-1], _T.F32, 4 * math.prod(source.shape), 0)
+        for n, source in sources.items()
+    ]
+    # A convolution's rows are short. Only F16 files have a patch embedding in halves, as llama.cpp's.
+    whole = {info.name: _T.F32 for info in infos if len(info.shape) > 2} if name != "f16" else {}
+    whole |= {} if name == "f32" else family.whole
+    facts = typed_model(writer.planned().metadata, ARCHITECTURE, "gguf", False)
+    planned = assign_types(facts, infos, name, tensor_types, whole)
+    for tensor in planned:
+
+        def pieces(tensor: PlannedTensor = tensor) -> Iterator[np.ndarray]:
+            for piece in sources[tensor.info.name].pieces():
+                yield piece.reshape(-1, piece.shape[-1])
+                checkpoint.release()
+
+        writer.add_tensor(tensor.info.name, pieces, tensor.type, tensor.info.shape)
+    _check_loads(writer.planned())
+    writer.write(progress)
+    return tuple(planned)
+
+
+def _class_of(config: Mapping[str, Any]) -> EncoderClass:
+    classes = config.get("architectures")
+    name = classes[0] if isinstance(classes, list) and classes else None
+    if not isinstance(name, str) or name not in CLASSES:
+        raise UnsupportedModelError(
+            f"the image encoder of the architecture {shown(name)} in config.json is not supported; hotset "
+            f"converts those of {', '.join(CLASSES)}"
+        )
+    return CLASSES[name]
+
+
+def _processor(src: Path) -> dict[str, Any]:
+    """Return the entries of the image processor; empty if the checkpoint has none."""
+    found: dict[str, Any] = {}
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (src / name).exists():
+            entries = read_json(src / name)
+            inner = entries.get("image_processor")
+            found |= entries | (inner if isinstance(inner, dict) else {})
+    return found
+
+
+def _keys(family: EncoderClass, config: Mapping[str, Any], images: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the file, without `clip.`."""
+    given = config.get("vision_config")
+    if not isinstance(given, dict):
+        raise FormatError("config.json has no vision_config, which describes the image encoder")
+    vision = {**family.defaults, **{key: value for key, value in given.items() if value is not None}}
+    if "embed_dim" in vision:  # Qwen2-VL's hidden_size is the text model's
+        vision |= {"hidden_size": vision["embed_dim"]}
+        vision["intermediate_size"] = integer(vision, "embed_dim") * integer(vision, "mlp_ratio")
+    vision["num_hidden_layers"] = vision.get("depth", vision.get("num_hidden_layers"))
+    vision["num_attention_heads"] = vision.get("num_heads", vision.get("num_attention_heads"))
+    for entry in ("do_resize", "do_rescale", "do_normalize"):
+        if images.get(entry, True) is not True:
+            raise UnsupportedModelError(f"an image processor with {entry} off is not supported")
+    if (resample := images.get("resample", family.resample)) != family.resample:
+        raise UnsupportedModelError(
+            f"the image processor's filter is {_FILTERS.get(resample, shown(resample))}, and only "
+            f"{_FILTERS[family.resample]} is supported"
+        )
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else {}
+    return {
+        "has_vision_encoder": True,
+        "projector_type": family.projector,
+        "vision.projection_dim": integer({**config, **text}, "hidden_size"),
+        "vision.image_size": integer(vision, "image_size"),
+        "vision.patch_size": integer(vision, "patch_size"),
+        "vision.embedding_length": integer(vision, "hidden_size"),
+        "vision.feed_forward_length": integer(vision, "intermediate_size"),
+        "vision.block_count": integer(vision, "num_hidden_layers"),
+        "vision.attention.head_count": integer(vision, "num_attention_heads"),
+        "vision.attention.layer_norm_epsilon": float(number(vision, "layer_norm_eps")),
+        "vision.image_mean": _channels(images, "image_mean", family.mean),
+        "vision.image_std": _channels(images, "image_std", family.std),
+        **_activation_keys(vision.get("hidden_act")),
+        **family.keys(vision, config, images),
+    }
+
+
+def _activation_keys(name: object) -> dict[str, bool]:
+    known = {"gelu_pytorch_tanh": {"use_gelu": True}, "silu": {"use_silu": True}, "quick_gelu": {}}
+    if not isinstance(name, str) or name not in known:
+        raise UnsupportedModelError(f"the encoder's activation {shown(name)} is not supported")
+    return known[name]
+
+
+def _channels(images: Mapping[str, Any], entry: str, default: tuple[float, ...]) -> list[float]:
+    """Return a number for each of three channels."""
+    values = images.get(entry, list(default))
+    if not isinstance(values, list) or len(values) != 3:
+        raise FormatError(f"{entry} of the image processor must hold a number for each of three channels")
+    return [float(number({entry: value}, entry)) for value in values]
+
+
+def _size(images: Mapping[str, Any], entry: str, part: str, default: int) -> int:
+    """Return a part of a size of the image processor."""
+    size = images.get(entry)
+    return integer(size, part, default) if isinstance(size, dict) else default
+
+
+def _pattern(full: object, n_layer: int) -> int:
+    """Return every how many layers one attends to the whole image."""
+    if not isinstance(full, list | tuple) or not full or not all(type(i) is int for i in full):
+        raise FormatError("fullatt_block_indexes in config.json must be a list of layers")
+    every = full[0] + 1
+    if every < 1 or list(full) != list(range(every - 1, n_layer, every)):
+        raise UnsupportedModelError(f"layers of the whole image at {list(full)[:8]} are no regular pattern")
+    return int(every)
+
+
+# ---- tensors
+
+
+def _sources(checkpoint: Checkpoint, family: EncoderClass) -> Iterator[tuple[str, Origin]]:
+    """Yield (name in the file, its source). Raises an error for a tensor without a place."""
+    names = [name for name in (*checkpoint.tensors, *checkpoint.unread) if re.match(family.prefix, name)]
+    checkpoint.check_readable(names)
+    found: set[str] = set()
+    for name in names:
+        rest = re.sub(f"^{family.prefix}", "", name)
+        if rest.startswith("head.") or rest.endswith("position_ids"):  # of the encoder alone
+            continue
+        targets, values = _targets(rest, family), checkpoint.tensors[name]
+        if twice := found & set(targets):
+            raise FormatError(f"the checkpoint has two tensors for {min(twice)}, one of them {name}")
+        found |= set(targets)
+        yield from _split(name, values, targets)
+
+
+def _targets(rest: str, family: EncoderClass) -> list[str]:
+    """Return the names in the file of a tensor of the vision part."""
+    stem, _, kind = rest.rpartition(".")
+    for pattern, target in family.tensors.items():
+        if (match := re.fullmatch(pattern, rest)) is not None:
+            return [match.expand(target)]
+        if kind in ("weight", "bias") and (match := re.fullmatch(pattern, stem)) is not None:
+            return [f"{one}.{kind}" for one in match.expand(target).split()]
+    raise UnsupportedModelError(f"the checkpoint has a tensor that is not known: {rest[:200]}")
+
+
+def _split(name: str, values: np.ndarray, targets: list[str]) -> Iterator[tuple[str, Origin]]:
+    """Yield the parts of a tensor: equal rows for several targets, frames of a patch embedding."""
+    if len(values) % len(targets) or values.ndim not in (1, 2, 4, 5):
+        raise FormatError(f"the tensor {name} of the checkpoint is {list(values.shape)}")
+    size = len(values) // len(targets)
+    for i, target in enumerate(targets):
+        part = values[i * size : (i + 1) * size]
+        if target == "mm.soft_emb_norm.weight":
+            yield target, Origin(part, plus=1.0)
+        elif part.ndim == 5:  # a convolution over two frames
+            if part.shape[2] != 2:
+                raise UnsupportedModelError("patches of other than two frames are not supported")
+            yield target, Origin(part[:, :, 0])
+            yield f"{target}.1", Origin(part[:, :, 1])
+        else:
+            yield target, Origin(part)
+
+
+def _check_loads(planned: PlannedFile) -> None:
+    """Raise the errors of loading the file: a missing tensor, a number out of its range."""
+    file = cast("GGUFFile", planned)  # it has the attributes that are read
+    try:
+        tensors = EncoderTensors(file).tensors
+        describe_encoder(config_of_encoder(file, tensors), tensors)
+    except HotsetError as error:
+        raise type(error)(f"the checkpoint would become a file that does not load: {error}") from None

@@ -1,0 +1,202 @@
+"""The images of a model's prompts: decoded, laid out, and encoded once per conversation.
+
+A conversation sends its images again with each message. So the results of the encoder are kept, the least
+recently used ones are dropped beyond a limit, and an image whose rows are there is not even decoded again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hotset.engine.images import ImageTokens
+from hotset.errors import InvalidRequestError
+from hotset.text.image_text import GivenImage, PromptTokens
+
+if TYPE_CHECKING:
+    from hotset.vision import ImageEncoder, Layout, Picture
+
+CACHE_BYTES = 256 << 20
+"""Bytes of encoded images that are kept by default."""
+PICTURE_BYTES = 64 << 20
+"""Bytes of decoded pictures that wait to be encoded; one larger picture is kept alone."""
+_MOST_LAYOUTS = 4096  # of images whose place in a prompt is remembered
+
+
+@dataclass
+class ImageCounts:
+    """Counters of images. read: in prompts. encoded: those that the encoder computed, in `seconds`.
+
+    tokens: of the images in prompts. cached_bytes: of kept results.
+    """
+
+    read: int = 0
+    encoded: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    cached_bytes: int = 0
+
+
+class ImageReader:
+    """The source of a model's images. Any thread may use it; one image at a time is encoded.
+
+    encoder: of the model. decode: turns the bytes of a file into a picture, or raises InvalidRequestError.
+    scale: the model multiplies embeddings of tokens by it, but not rows of images. cache_bytes: of results
+    to keep. max_tokens: the most tokens of an image; None: as its family has it.
+    """
+
+    def __init__(
+        self,
+        encoder: ImageEncoder,
+        decode: Callable[[bytes], Picture],
+        *,
+        scale: float = 1.0,
+        cache_bytes: int = CACHE_BYTES,
+        max_tokens: int | None = None,
+    ) -> None:
+        self._encoder, self._decode, self._scale = encoder, decode, scale
+        self._cache_bytes, self._max_tokens = cache_bytes, max_tokens
+        self._counts, self._closed = ImageCounts(), False
+        self._guard = threading.Lock()  # of the attributes below and the counts
+        self._encoding = threading.Lock()  # held while the encoder computes
+        self._layouts: OrderedDict[bytes, tuple[bytes, Layout]] = OrderedDict()  # and the picture's digest
+        self._pictures: OrderedDict[bytes, Picture] = OrderedDict()
+        self._encoded: OrderedDict[tuple[bytes, str], list[ImageTokens]] = OrderedDict()
+
+    @property
+    def marker(self) -> str:
+        return self._encoder.marker
+
+    @property
+    def plain_marker(self) -> str:
+        return self._encoder.plain_marker
+
+    @property
+    def grouped(self) -> bool:
+        """Return whether the tokens of an image see one another."""
+        return not self._encoder.causal
+
+    @property
+    def nbytes(self) -> int:
+        """Return the most bytes of the encoder, of kept results and of pictures that wait."""
+        return self._encoder.nbytes + self._cache_bytes + PICTURE_BYTES
+
+    @property
+    def counts(self) -> ImageCounts:
+        """Return a copy of the counters."""
+        with self._guard:
+            return replace(self._counts)
+
+    def pieces(self, image: GivenImage) -> Sequence[str | int]:
+        """Return the image's place in a prompt, as ImageSource."""
+        return self._laid_out(image)[1].pieces
+
+    def placed(self, tokens: PromptTokens) -> list[ImageTokens]:
+        """Return the rows of all images of a prompt at their places. Encodes those that are not kept."""
+        found = []
+        for one in tokens.images:
+            runs = self._runs(one.image)
+            found += [run.at(first) for run, first in zip(runs, one.firsts, strict=True)]
+        with self._guard:
+            self._counts.read += len(tokens.images)
+            self._counts.tokens += sum(len(run.rows) for run in found)
+        return found
+
+    def close(self) -> None:
+        """End the encoder's step, and free it and the kept images; safe to call twice."""
+        self._closed = True
+        self._encoder.cancel()
+        with self._encoding:
+            self._encoder.close()
+        with self._guard:
+            self._pictures.clear()
+            self._encoded.clear()
+            self._counts.cached_bytes = 0
+
+    def _laid_out(self, image: GivenImage) -> tuple[bytes, Layout]:
+        """Return the digest of the picture, and its layout."""
+        with self._guard:
+            if (known := self._layouts.get(image.key)) is not None:
+                self._layouts.move_to_end(image.key)
+                return known
+        picture = self._picture(image)
+        found = picture.digest, self._encoder.layout(picture, image.detail, self._max_tokens)
+        with self._guard:
+            self._layouts[image.key] = found
+            if len(self._layouts) > _MOST_LAYOUTS:
+                self._layouts.popitem(last=False)
+        return found
+
+    def _picture(self, image: GivenImage) -> Picture:
+        """Return the decoded picture, and keep it until it is encoded."""
+        if image.address:
+            raise InvalidRequestError(
+                "an image must be sent as data or a file; its address is not opened "
+                "(a server opens addresses with --allow-remote-images)"
+            )
+        with self._guard:
+            if (known := self._pictures.get(image.key)) is not None:
+                return known
+        picture = self._decode(image.data)
+        with self._guard:
+            self._pictures[image.key] = picture
+            while (
+                len(self._pictures) > 1
+                and sum(one.pixels.nbytes for one in self._pictures.values()) > PICTURE_BYTES
+            ):
+                self._pictures.popitem(last=False)
+        return picture
+
+    def _runs(self, image: GivenImage) -> list[ImageTokens]:
+        """Return the rows of an image, divided as its layout says, each beginning at 0."""
+        digest, layout = self._laid_out(image)
+        key = digest, image.detail
+        with self._encoding:
+            with self._guard:
+                if (known := self._encoded.get(key)) is not None:
+                    self._encoded.move_to_end(key)
+                    self._pictures.pop(image.key, None)
+                    return known
+            if self._closed:
+                raise InvalidRequestError("the model has been closed; load it again")
+            began = time.perf_counter()
+            rows = self._encoder.encode(self._picture(image), image.detail, self._max_tokens)
+            runs = _divided(np.asarray(rows, np.float32) / np.float32(self._scale), layout, self._encoder)
+            seconds = time.perf_counter() - began
+        with self._guard:
+            self._counts.encoded += 1
+            self._counts.seconds += seconds
+            self._pictures.pop(image.key, None)
+            self._keep(key, runs)
+        return runs
+
+    def _keep(self, key: tuple[bytes, str], runs: list[ImageTokens]) -> None:
+        """Keep a result within the limit; the caller holds the guard."""
+        if (n_bytes := _bytes_of(runs)) > self._cache_bytes:
+            return
+        self._encoded[key] = runs
+        self._counts.cached_bytes += n_bytes
+        while self._counts.cached_bytes > self._cache_bytes:
+            self._counts.cached_bytes -= _bytes_of(self._encoded.popitem(last=False)[1])
+
+
+def _bytes_of(runs: Sequence[ImageTokens]) -> int:
+    return sum(run.rows.nbytes for run in runs)
+
+
+def _divided(rows: np.ndarray, layout: Layout, encoder: ImageEncoder) -> list[ImageTokens]:
+    """Return the rows of an encoded image, divided by the counts of its layout."""
+    counts = [piece for piece in layout.pieces if isinstance(piece, int)]
+    assert rows.shape == (sum(counts), encoder.n_embd), "an encoder returns a row per token of the layout"
+    assert layout.positions is None or len(counts) == 1, "positions belong to one stretch of tokens"
+    ends = np.cumsum(counts)
+    return [
+        ImageTokens(0, rows[end - n : end], layout.positions, layout.n_positions, grouped=not encoder.causal)
+        for n, end in zip(counts, ends, strict=True)
+    ]

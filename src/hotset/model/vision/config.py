@@ -1,0 +1,206 @@
+"""The configuration of an image encoder, read and checked from the keys of its file (llama.cpp's mmproj).
+
+The file's architecture is `clip`, and `clip.projector_type` names the family. Facts that no key states are a
+row of FAMILIES. The transformer is an encoder like BERT, so its configuration is a ModelConfig.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from hotset.errors import UnsupportedModelError
+from hotset.model.activation import GELU_TANH, SILU, FFNActivation
+from hotset.model.config import LayerConfig, ModelConfig
+from hotset.model.keys import MAX_HEAD_DIM, Keys, NormKind, is_array
+from hotset.model.operations import Rope
+from hotset.model.rope import frequencies
+from hotset.parameters import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hotset.formats.gguf import GGUFFile, TensorInfo
+
+ARCHITECTURE = "clip"
+QUICK_GELU = FFNActivation("clamped_silu", threshold=float(np.finfo(np.float32).max))  # x * sigmoid(1.702 x)
+ROPE_BASE = 10000.0  # of rows and columns, in every family
+Sizes = Literal["tiles", "square", "free"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Facts of a family of encoders that no key states.
+
+    norm: the kind of all norms. sizes: how an image becomes patches. "tiles": a grid of squares and the whole
+    image as one more; "square": one square; "free": a rectangle with about the image's aspect ratio. merge:
+    patches per side of an image token, if the file has no such key. rotary: patches have rotary positions by
+    row and column instead of learned ones. twice: the patch embedding has two matrices, for two frames of a
+    video; an image is both. causal: whether the text model's tokens of an image see only those before them.
+    marker: the text of an image in published chat templates. plain_marker: its text where a template knows no
+    images.
+    """
+
+    norm: NormKind
+    sizes: Sizes
+    merge: int
+    marker: str
+    plain_marker: str
+    rotary: bool = False
+    twice: bool = False
+    causal: bool = True
+
+
+_QWEN_MARKERS = "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>"
+FAMILIES = {  # by projector type
+    "idefics3": Family("layer", "tiles", 2, "<image>", "<image>"),
+    "gemma3": Family("layer", "square", 4, "<start_of_image>", "<start_of_image>", causal=False),
+    "qwen2vl_merger": Family("layer", "free", 2, *_QWEN_MARKERS, rotary=True, twice=True),
+    "qwen2.5vl_merger": Family("rms", "free", 2, *_QWEN_MARKERS, rotary=True, twice=True),
+}
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Everything about an image encoder that its graph and its images need, except the weights.
+
+    projector: the family's name. tower: the transformer; its vocabulary are the learned positions. patch:
+    pixels per side of a patch. merge: patches per side of an image token. side: pixels per side of a square
+    image or tile. longest: pixels of the longer side of an image in tiles. least, most: pixels of an image of
+    a free size. window: patches per side of a window of attention; 0: none. mean, std: of the channels of a
+    pixel between 0 and 1. n_out: width of the text model's embedding.
+    """
+
+    projector: str
+    tower: ModelConfig
+    patch: int
+    merge: int
+    side: int
+    n_out: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    longest: int = 0
+    least: int = 0
+    most: int = 0
+    window: int = 0
+
+    @property
+    def family(self) -> Family:
+        """Return the facts that no key states."""
+        return FAMILIES[self.projector]
+
+    @property
+    def n_pixels(self) -> int:
+        """Return the numbers of a patch: three channels of each pixel."""
+        return 3 * self.patch**2
+
+    @property
+    def token_side(self) -> int:
+        """Return the pixels per side of an image token."""
+        return self.patch * self.merge
+
+
+def is_encoder_file(gguf: GGUFFile) -> bool:
+    """Return whether a file holds an image encoder instead of a model of text."""
+    return gguf.metadata.get("general.architecture") == ARCHITECTURE
+
+
+def config_of_encoder(gguf: GGUFFile, tensors: Mapping[str, TensorInfo]) -> VisionConfig:
+    """Read and check the configuration of an image encoder. tensors: under their names in the graph.
+
+    Raises UnsupportedModelError for a valid file that cannot be run, and FormatError for an invalid key.
+    """
+    if not is_encoder_file(gguf):
+        raise UnsupportedModelError(
+            f"{gguf.path} is no image encoder but a {gguf.architecture} model; name the file that is called "
+            "mmproj"
+        )
+    keys = Keys(gguf.metadata, ARCHITECTURE)
+    projector = keys.text("projector_type") or keys.text("vision.projector_type")
+    if projector not in FAMILIES or not keys.flag("has_vision_encoder", True):
+        raise UnsupportedModelError(
+            f"{gguf.path} holds an encoder of the type {shown(projector)}, which is not supported; hotset "
+            f"supports {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[projector]
+    patch = keys.integer("vision.patch_size", 1, 256)
+    merge_key = "vision.spatial_merge_size" if family.sizes == "free" else "vision.projector.scale_factor"
+    merge = keys.integer(merge_key, 1, 16, family.merge)
+    side = keys.integer("vision.image_size", patch * merge, 1 << 14)
+    if family.sizes != "free" and side % (patch * merge):
+        raise keys.error("vision.image_size", f"is {side}, no multiple of {patch * merge} pixels of a token")
+    longest = least = most = window = 0
+    if family.sizes == "tiles":
+        longest = keys.integer("vision.preproc_image_size", side, 1 << 14, side)
+    elif family.sizes == "free":
+        area = (patch * merge) ** 2
+        least = keys.integer("vision.image_min_pixels", 1, 1 << 30, 8 * area)
+        most = max(keys.integer("vision.image_max_pixels", area, 1 << 30, 4096 * area), least)
+    if projector == "qwen2.5vl_merger":
+        window = keys.integer("vision.window_size", patch * merge, 1 << 14, 112) // (patch * merge) * merge
+    return VisionConfig(
+        projector, _tower(keys, family, tensors, side // patch, window), patch, merge, side,
+        keys.integer("vision.projection_dim", 1, 1 << 20),
+        _channels(keys, "vision.image_mean", -10.0), _channels(keys, "vision.image_std", 1e-3),
+        longest, least, most, window,
+    )  # fmt: skip
+
+
+def _tower(
+    keys: Keys, family: Family, tensors: Mapping[str, TensorInfo], per_side: int, window: int
+) -> ModelConfig:
+    """Return the transformer. per_side: patches of a square image; window: as in VisionConfig."""
+    n_layer = keys.integer("vision.block_count", 1, 1 << 10)
+    n_embd = keys.integer("vision.embedding_length", 1, 1 << 16)
+    n_head = keys.integer("vision.attention.head_count", 1, 1 << 12)
+    dim = n_embd // n_head
+    if n_embd % n_head or dim > MAX_HEAD_DIM:
+        raise keys.error("vision.attention.head_count", f"is {n_head}, for a width of {n_embd}")
+    rope = None
+    if family.rotary:
+        if dim % 4:
+            raise keys.error("vision.attention.head_count", f"gives heads of {dim} channels, not of fours")
+        by_axis, n = tuple(frequencies(ROPE_BASE, dim // 2).tolist()), dim // 4
+        rope = Rope("neox", dim, by_axis * 2, axes=(0,) * n + (1,) * n)
+    up = tensors.get("blk.0.ffn_up.weight")
+    if up is None or len(up.shape) != 2:
+        raise UnsupportedModelError("the file lacks the matrix v.blk.0.ffn_up.weight of an image encoder")
+    # Not the key of its width, which is wrong in files of Qwen2-VL.
+    layer = LayerConfig(
+        up.shape[1], _activation(keys), rope, dim**-0.5, gated="blk.0.ffn_gate.weight" in tensors
+    )
+    windowed = LayerConfig(
+        layer.n_ff, layer.activation, rope, layer.attention_scale, gated=layer.gated, groups="only"
+    )
+    every = keys.integer("vision.n_wa_pattern", 1, n_layer) if window else 1
+    return ModelConfig(
+        architecture=ARCHITECTURE,
+        layers=tuple(layer if (i + 1) % every == 0 else windowed for i in range(n_layer)),
+        n_embd=n_embd,
+        n_head=n_head,
+        n_head_kv=n_head,
+        head_dim=dim,
+        head_dim_v=dim,
+        n_vocab=1 if family.rotary else per_side**2,
+        n_ctx_train=1 << 20,
+        norm_eps=keys.real("vision.attention.layer_norm_epsilon", 0.0, 1.0),
+        norm=family.norm,
+        causal=False,
+    )
+
+
+def _activation(keys: Keys) -> FFNActivation:
+    if keys.flag("use_gelu", False):
+        return GELU_TANH
+    return SILU if keys.flag("use_silu", False) else QUICK_GELU
+
+
+def _channels(keys: Keys, key: str, low: float) -> tuple[float, ...]:
+    """Return a number for each of three channels."""
+    value = keys.get(key)
+    if not is_array(value) or len(value) != 3:
+        raise keys.error(key, "must hold a number for each of three channels")
+    numbers = tuple(Keys({f"{ARCHITECTURE}.{key}": n}, ARCHITECTURE).real(key, low, 10.0) for n in value)
+    return tuple(float(np.float32(n)) for n in numbers)

@@ -1,0 +1,81 @@
+"""The graph of an image encoder: patches in, embeddings of image tokens out.
+
+Its input are rows of pixels, one per patch, [n_patches, 3 * patch^2]: channel by channel, each row by row,
+normalised. The patches of an image token are adjacent, row by row. `Batch.tokens` are the learned positions
+of the patches, `Batch.rotary` their rows and columns, `Batch.groups` their windows, and `Batch.outputs` the
+last patch of each image token. Names of values, in addition to the decoder's:
+
+    pixels  patches  [patches_1  patches_both: of two frames]  position_embd  inp
+    merged: the patches of a token side by side  [pooled: their mean  pooled_norm]
+    [mm_0  mm_0_act]  embeddings
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from hotset.model import operations as ops
+from hotset.model.decoder import Decoder
+from hotset.model.graph import Graph
+from hotset.model.operations import Value
+from hotset.model.thresholds import LayerThresholds
+from hotset.model.vision.config import VisionConfig
+from hotset.model.vision.tensors import SECOND_PATCHES
+from hotset.model.weights import Weights
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import TensorInfo
+
+
+def describe_encoder(config: VisionConfig, tensors: Mapping[str, TensorInfo]) -> Graph:
+    """Return the step of an image encoder. tensors: of EncoderTensors.
+
+    Raises UnsupportedModelError if a tensor is missing, unused, of an unexpected shape, or of an unsupported
+    type.
+    """
+    tower = config.tower
+    weights = Weights(tower, tensors)
+    model = Decoder(tower, weights, [LayerThresholds()] * tower.n_layer)
+    x = _embedded(model, config)
+    for i, layer in enumerate(tower.layers):
+        x = model.ffn(i, layer, x, model.attention(i, layer, x), None)
+    model.where = {}
+    x = model.norm(x, "output_norm")
+    merged = model.value("merged", config.merge**2 * tower.n_embd)
+    _project(model, config, model.add(ops.SelectOutputs(merged, x, config.merge**2)))
+    weights.refuse_unused()
+    return model.graph
+
+
+def _embedded(model: Decoder, config: VisionConfig) -> Value:
+    """Add the patch embeddings, and the learned positions."""
+    d, pixels = config.tower.n_embd, model.value("pixels", config.n_pixels)
+    x = model.linear(pixels, "patch_embd", d, "patches")
+    if config.family.twice:
+        second = model.linear(pixels, SECOND_PATCHES, d, "patches_1")
+        x = model.add(ops.Add(model.value("patches_both", d), x, second))
+    if config.family.rotary:
+        return x
+    table = model.weights.matrix("position_embd", d, config.tower.n_vocab)
+    positions = model.add(ops.Embed(model.value("position_embd", d), table))
+    return model.add(ops.Add(model.value("inp", d), x, positions))
+
+
+def _project(model: Decoder, config: VisionConfig, x: Value) -> None:
+    """Add the projector: from the patches of each image token to its embedding."""
+    d, n_out = config.tower.n_embd, config.n_out
+    match config.projector:
+        case "idefics3":
+            model.linear(x, "mm.model.fc", n_out, "embeddings")
+        case "gemma3":
+            mean = ops.AddStreams(model.value("pooled", d), None, x, None, 1, 1 / config.merge**2)
+            weight = model.weights.vector("mm.soft_emb_norm", d)
+            normed = ops.RMSNorm(
+                model.value("pooled_norm", d), model.add(mean), weight, config.tower.norm_eps
+            )
+            x, matrix = model.add(normed), model.weights.matrix("mm.input_projection", n_out, d)
+            model.add(ops.TransposedLinear(model.value("embeddings", n_out), x, matrix))
+        case _:
+            x = model.activated(model.linear(x, "mm.0", x.width, "mm_0"), "gelu")
+            model.linear(x, "mm.2", n_out, "embeddings")

@@ -1,0 +1,177 @@
+"""Images that a message gives by address: fetched only with --allow-remote-images, from public addresses.
+
+A client could otherwise use the server to reach machines that only the server reaches. So each host name is
+resolved here, every address that it has must be public, and the connection goes to the checked address
+itself: a second lookup could return another one. Redirects are checked in the same way.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import socket
+import ssl
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+from hotset.errors import InvalidRequestError
+from hotset.escaping import clause
+from hotset.parameters import shown
+from hotset.server.settings import ServerSettings
+from hotset.text.image_text import GivenImage, ImageText, images_of
+from hotset.units import human_size
+
+MOST_BYTES = 20 << 20
+"""The largest image that is fetched."""
+MOST_IMAGES = 16
+"""Images of one request that are fetched."""
+SECONDS = 10.0
+"""Time for all images of a request."""
+_MOST_REDIRECTS = 3
+_PIECE = 64 << 10
+_REDIRECTS = (301, 302, 303, 307, 308)
+
+Resolve = Callable[[str, int], Sequence[str]]
+
+
+def with_fetched(messages: Sequence[Mapping[str, Any]], settings: ServerSettings) -> list[Mapping[str, Any]]:
+    """Return messages whose images all have their data. It takes a thread's time.
+
+    Raises InvalidRequestError if an address must not or cannot be fetched.
+    """
+    given = {
+        name: image
+        for message in messages
+        for name, image in images_of(message.get("content")).items()
+        if image.address
+    }
+    if not given:
+        return list(messages)
+    if not settings.allow_remote_images:
+        raise InvalidRequestError(
+            "an image has an address, and this server opens none; send the image as a data URL, or start the "
+            "server with --allow-remote-images"
+        )
+    if len(given) > MOST_IMAGES:
+        raise InvalidRequestError(f"a request may have {MOST_IMAGES} images by address, not {len(given)}")
+    until = time.monotonic() + SECONDS
+    found = {
+        name: replace(image, data=fetched(image.address, until), address="") for name, image in given.items()
+    }
+    return [_filled(message, found) for message in messages]
+
+
+def _filled(message: Mapping[str, Any], found: Mapping[str, GivenImage]) -> Mapping[str, Any]:
+    content = message.get("content")
+    images = images_of(content)
+    if not images:
+        return message
+    own = {name: found.get(name, image) for name, image in images.items()}
+    return {**message, "content": ImageText(str(content), own)}
+
+
+def resolved(host: str, port: int) -> list[str]:
+    """Return the addresses of a host. Raises OSError."""
+    return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+
+
+def fetched(address: str, until: float, resolve: Resolve = resolved) -> bytes:
+    """Return the bytes at an address. until: time.monotonic() seconds.
+
+    resolve: returns the addresses of a host. Raises InvalidRequestError with the reason if it fails.
+    """
+    url = address
+    try:
+        for _ in range(_MOST_REDIRECTS + 1):
+            parts = _checked_url(url)
+            place = _public_address(parts, resolve)
+            data, moved = _answer(parts, place, until)
+            if moved is None:
+                return data
+            url = urljoin(url, moved)
+        raise ValueError("it redirects too often")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = (
+            "it takes too long" if isinstance(error, TimeoutError) else clause(error) or type(error).__name__
+        )
+        raise InvalidRequestError(f"the image {shown(address[:80])} cannot be fetched: {reason}") from None
+
+
+def _checked_url(url: str) -> SplitResult:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+        raise ValueError("its address must be http or https, without a user")
+    if any(ord(letter) <= 32 or ord(letter) == 127 for letter in url):
+        raise ValueError("its address has white space")
+    return parts
+
+
+def _port(parts: SplitResult) -> int:
+    return parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _public_address(parts: SplitResult, resolve: Resolve) -> str:
+    """Return an address of the URL's host. Raises ValueError if it has one that is not public."""
+    assert parts.hostname is not None
+    found = resolve(parts.hostname, _port(parts))
+    if not found:
+        raise ValueError("its host has no address")
+    for one in found:
+        if not is_public(one):
+            raise ValueError("its host is not on the public internet")
+    return found[0]
+
+
+def is_public(address: str) -> bool:
+    """Return whether an IP address is one of the public internet, also inside an IPv6 address."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    inner = None
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
+        if inner is None and ip in ipaddress.ip_network("64:ff9b::/96"):
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inner is None and int(ip) >> 32 == 0:  # an IPv4-compatible address
+            inner = ipaddress.IPv4Address(int(ip))
+    if inner is not None:
+        return is_public(str(inner))
+    return ip.is_global and not ip.is_multicast and not ip.is_reserved
+
+
+def _left(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _answer(parts: SplitResult, place: str, until: float) -> tuple[bytes, str | None]:
+    """Return the bytes of a URL from the host at `place`, or the address to which it has moved."""
+    assert parts.hostname is not None
+    connection = http.client.HTTPConnection(parts.hostname, _port(parts), timeout=_left(until))
+    with socket.create_connection((place, _port(parts)), timeout=_left(until)) as plain:
+        secure = parts.scheme == "https"
+        own = (
+            ssl.create_default_context().wrap_socket(plain, server_hostname=parts.hostname)
+            if secure
+            else plain
+        )
+        with own:
+            connection.sock = own
+            path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            connection.request("GET", path, headers={"User-Agent": "hotset", "Accept": "image/*"})
+            answer = connection.getresponse()
+            if answer.status in _REDIRECTS:
+                return b"", answer.getheader("Location") or ""
+            if answer.status != 200:
+                raise ValueError(f"its server replied {answer.status}")
+            data = bytearray()
+            while len(data) <= MOST_BYTES:
+                own.settimeout(_left(until))
+                piece = answer.read(_PIECE)
+                if not piece:
+                    return bytes(data), None
+                data += piece
+    raise ValueError(f"it is larger than {human_size(MOST_BYTES)}")

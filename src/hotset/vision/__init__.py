@@ -1,0 +1,13 @@
+"""Images as the input of a model: decoding of files, preprocessing, and the encoder.
+
+picture = decoded(Path("a.jpg").read_bytes())
+with ImageEncoder.open(Path("mmproj.gguf"), n_embd=576) as encoder:
+    layout = encoder.layout(picture)  # the picture's place in the prompt
+    rows = encoder.encode(picture)  # float32 [layout.n_tokens, 576]
+"""
+
+from hotset.vision.encoder import ImageEncoder
+from hotset.vision.layouts import DETAILS, Detail, Layout
+from hotset.vision.pictures import ImageLimits, Picture, decoded
+
+__all__ = ["DETAILS", "Detail", "ImageEncoder", "ImageLimits", "Layout", "Picture", "decoded"]

@@ -1,0 +1,163 @@
+"""The image encoder of a model: from a picture to the embeddings of its image tokens, on the CPU."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from hotset.backends.base import BLOCK_SIZE, Batch
+from hotset.backends.cpu.backend import CpuBackend, new_runtime
+from hotset.backends.stage import BackendOptions
+from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.model.vision.config import VisionConfig, config_of_encoder
+from hotset.model.vision.graph import describe_encoder
+from hotset.model.vision.tensors import EncoderTensors
+from hotset.vision.layouts import Detail, Layout, Scaled, layout_of, n_tokens_of, scaled_sizes
+from hotset.vision.patches import Patches, steps_of
+from hotset.vision.pictures import Picture
+
+_FIRST_PATCHES = 1024  # for images of a free size, until one needs more
+
+
+class ImageEncoder:
+    """An open image encoder. Several threads may use it, in turn.
+
+    n_embd: the width of the text model's embedding. causal: whether the text model's tokens of an image see
+    only those before them; False: all of one image (Gemma 3). marker: the text of an image in published chat
+    templates, which the pieces of its layout replace. plain_marker: its text for a template without images.
+    """
+
+    def __init__(self, gguf: GGUFFile, threads: int | None = None) -> None:
+        self._file, self._weights = gguf, EncoderTensors(gguf)
+        self.config: VisionConfig = config_of_encoder(gguf, self._weights.tensors)
+        self.graph = describe_encoder(self.config, self._weights.tensors)
+        family = self.config.family
+        self.n_embd, self.causal = self.config.n_out, family.causal
+        self.marker, self.plain_marker = family.marker, family.plain_marker
+        self._lock = threading.Lock()
+        self._runtime = new_runtime(threads)
+        self._backend: CpuBackend | None = None
+        try:
+            of_square = (self.config.side // self.config.patch) ** 2
+            self._reserve(_FIRST_PATCHES if family.sizes == "free" else of_square)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def open(cls, path: Path, *, n_embd: int, threads: int | None = None) -> Self:
+        """Open the file of an encoder, llama.cpp's mmproj. threads: None for every core.
+
+        n_embd: the width of the text model's embedding. Raises UnsupportedModelError if the file holds
+        another kind of encoder, or one for a model of another width, and the errors of `open_gguf`.
+        """
+        gguf = open_gguf(path)
+        try:
+            encoder = cls(gguf, threads)
+        except BaseException:
+            gguf.close()
+            raise
+        if encoder.n_embd != n_embd:
+            encoder.close()
+            raise UnsupportedModelError(
+                f"{path} makes embeddings of {encoder.n_embd} numbers, but the model needs {n_embd}: the "
+                "encoder belongs to another model"
+            )
+        return encoder
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the weights, and of the memory for the largest image."""
+        weights = sum(info.nbytes for info in self._weights.tensors.values())
+        backend = self._backend
+        if backend is None:
+            return weights
+        n_patches = max(self.config.most // self.config.patch**2, backend.max_batch)
+        cache = 2 * 4 * self.config.tower.n_embd * backend.n_blocks * BLOCK_SIZE
+        return weights + (backend.workspace_bytes + cache) * n_patches // backend.max_batch
+
+    def layout(self, picture: Picture, detail: Detail = "auto", max_tokens: int | None = None) -> Layout:
+        """Return the picture's place in the prompt. max_tokens: most image tokens; None: no limit.
+
+        Raises InvalidRequestError if the picture cannot have so few tokens, or its sides differ too much.
+        """
+        return layout_of(self.config, self._sizes(picture, detail, max_tokens))
+
+    def encode(self, picture: Picture, detail: Detail = "auto", max_tokens: int | None = None) -> np.ndarray:
+        """Return the embeddings of the picture's image tokens, float32 [n_tokens, n_embd].
+
+        They are bitwise identical for any number of threads. Raises the errors of `layout`, and
+        StepCancelledError after `cancel`.
+        """
+        sizes = self._sizes(picture, detail, max_tokens)
+        out = np.empty((n_tokens_of(self.config, sizes), self.n_embd), np.float32)
+        at = 0
+        with self._lock:
+            for step in steps_of(self.config, picture.pixels, sizes):
+                found = self._run(step)
+                out[at : at + len(found)] = found if step.order is None else found[step.order]
+                at += len(found)
+        return out
+
+    def cancel(self) -> None:
+        """End the step in flight, from any thread."""
+        if (backend := self._backend) is not None:
+            backend.cancel()
+
+    def close(self) -> None:
+        """End the threads and close the file. Safe to call twice."""
+        self.cancel()
+        with self._lock:
+            if self._backend is not None:
+                self._backend.close()
+            self._backend = None
+            self._runtime.close()
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _sizes(self, picture: Picture, detail: Detail, max_tokens: int | None) -> Scaled:
+        height, width, _ = picture.pixels.shape
+        return scaled_sizes(self.config, height, width, detail, max_tokens)
+
+    def _reserve(self, n_patches: int) -> CpuBackend:
+        """Return a backend with room for a step of so many patches."""
+        if self._backend is None or self._backend.max_batch < n_patches:
+            if self._backend is not None:
+                self._backend.close()
+                n_patches = 1 << (n_patches - 1).bit_length()
+            options = BackendOptions(n_blocks=-(-n_patches // BLOCK_SIZE), max_batch=n_patches, kv_type="f32")
+            self._backend = CpuBackend(self._weights, self.graph, options, runtime=self._runtime)
+        return self._backend
+
+    def _run(self, step: Patches) -> np.ndarray:
+        """Return the embeddings of a step's image tokens. They are valid until the next step."""
+        if self._backend is None:
+            raise InvalidRequestError("the image encoder has been closed; load the model again")
+        backend = self._reserve(len(step.rows))
+        return backend.run(batch_of(step, self.config.merge**2), step.rows)
+
+
+def batch_of(step: Patches, n_merged: int) -> Batch:
+    """Return the batch of a step. n_merged: patches of an image token."""
+    n = len(step.rows)
+    return Batch(
+        step.tokens,
+        np.arange(n, dtype=np.int32),
+        np.zeros(n, np.int32),
+        np.arange(-(-n // BLOCK_SIZE), dtype=np.int32)[None],
+        np.arange(n_merged - 1, n, n_merged, dtype=np.int32),
+        rotary=step.rotary,
+        groups=step.groups,
+    )

@@ -1,0 +1,115 @@
+"""Preprocessing: from the pixels of an image to the rows that an encoder's graph reads.
+
+The pixels equal those of the family's processor in transformers with its PIL backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hotset.errors import InvalidRequestError, install_command
+from hotset.model.vision.config import VisionConfig
+from hotset.vision.layouts import Scaled
+
+RESCALE = 1 / 255
+_FILTERS = {"tiles": "LANCZOS", "square": "BILINEAR", "free": "BICUBIC"}
+
+
+@dataclass(frozen=True)
+class Patches:
+    """The input of one step of the encoder.
+
+    rows: float32 [n_patches, 3 * patch^2]. tokens, rotary, groups: as in Batch. order: for each image token
+    of the image, in the prompt's order, its row in the step's result; None: they are in order.
+    """
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    rotary: np.ndarray | None = None
+    groups: np.ndarray | None = None
+    order: np.ndarray | None = None
+
+
+def steps_of(config: VisionConfig, pixels: np.ndarray, sizes: Scaled) -> Iterator[Patches]:
+    """Yield the steps of an image: one, or one for each tile and for the whole image.
+
+    pixels: uint8 [height, width, 3]. Raises InvalidRequestError if Pillow is not installed.
+    """
+    for image in images_of(config, pixels, sizes):
+        rows, columns = image.shape[0] // config.patch, image.shape[1] // config.patch
+        patches = patches_of(config, image)
+        at = _in_tokens(np.indices((rows, columns), np.int32).reshape(2, rows, columns), config.merge)
+        if not config.family.rotary:
+            yield Patches(patches, np.ascontiguousarray(at[:, 0] * columns + at[:, 1]))
+            continue
+        tokens = np.zeros(len(patches), np.int32)
+        if not config.window:
+            yield Patches(patches, tokens, at)
+            continue
+        windows, groups, order = _windows(rows // config.merge, columns // config.merge, config)
+        of_patches = (windows[:, None] * config.merge**2 + np.arange(config.merge**2)).ravel()
+        yield Patches(patches[of_patches], tokens, np.ascontiguousarray(at[of_patches]), groups, order)
+
+
+def images_of(config: VisionConfig, pixels: np.ndarray, sizes: Scaled) -> Iterator[np.ndarray]:
+    """Yield the scaled image, or its tiles row by row and then the whole image, uint8 [height, width, 3]."""
+    for size in sizes.scalings:
+        pixels = resized(pixels, size, _FILTERS[config.family.sizes])
+    side = config.side
+    for row in range(sizes.rows):
+        for column in range(sizes.columns):
+            yield pixels[row * side : (row + 1) * side, column * side : (column + 1) * side]
+    yield resized(pixels, (side, side), _FILTERS["tiles"]) if sizes.rows else pixels
+
+
+def resized(pixels: np.ndarray, size: tuple[int, int], by: str) -> np.ndarray:
+    """Return pixels [height, width, 3] scaled to another height and width, by one of Pillow's filters."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise no_pillow() from None
+    image = Image.fromarray(np.ascontiguousarray(pixels))
+    return np.asarray(image.resize(size[::-1], Image.Resampling[by]))
+
+
+def no_pillow() -> InvalidRequestError:
+    """Return the error for a missing Pillow."""
+    return InvalidRequestError(f"images need the package Pillow; install it with {install_command('vision')}")
+
+
+def patches_of(config: VisionConfig, image: np.ndarray) -> np.ndarray:
+    """Return the normalised patches of an image uint8 [height, width, 3], one row each, token by token."""
+    levels = (np.arange(256, dtype=np.float64) * RESCALE).astype(np.float32)
+    mean, std = np.array(config.mean, np.float32), np.array(config.std, np.float32)
+    table = (levels[:, None] - mean) / std  # of a level and channel
+    normalised = table[image, np.arange(3)]
+    size = config.patch
+    rows, columns = image.shape[0] // size, image.shape[1] // size
+    channels = normalised.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3)
+    grid = channels.reshape(rows, columns, -1).transpose(2, 0, 1)
+    return np.ascontiguousarray(_in_tokens(grid, config.merge))
+
+
+def _in_tokens(grid: np.ndarray, merge: int) -> np.ndarray:
+    """Return the cells of grid [width, rows, columns] token by token: [rows * columns, width]."""
+    width, rows, columns = grid.shape
+    cells = grid.reshape(width, rows // merge, merge, columns // merge, merge)
+    return np.ascontiguousarray(cells.transpose(1, 3, 2, 4, 0).reshape(-1, width))
+
+
+def _windows(rows: int, columns: int, config: VisionConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the image tokens of a grid window by window, and their inverse order.
+
+    The second result are the groups of their patches, int32 [n_patches, 2].
+    """
+    side = config.window // config.merge
+    row, column = np.indices((rows, columns)).reshape(2, -1)
+    window = row // side * -(-columns // side) + column // side
+    order = np.argsort(window, kind="stable")
+    counts = np.unique(window, return_counts=True)[1] * config.merge**2
+    ends = np.cumsum(counts)
+    bounds = np.stack([ends - counts, ends], axis=1).astype(np.int32)
+    return order, np.repeat(bounds, counts, axis=0), np.argsort(order)

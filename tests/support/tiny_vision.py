@@ -1,0 +1,207 @@
+"""Tiny models that see: random checkpoints, their files, and what transformers makes of images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_once import made_once
+
+from hotset.convert.projector import convert_projector
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+N_EMBD = 24  # of the text models
+TEXT = {
+    "hidden_size": N_EMBD, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 12, "vocab_size": 300, "max_position_embeddings": 256,
+}  # fmt: skip
+# Height and width of the test's images: wide, high, square and small.
+SIZES = ((40, 100), (130, 61), (64, 64), (9, 20))
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A family. model: makes a model; processor: makes its image processor; features: returns its embeddings.
+
+    features(model, processor, image) returns float32 [n_tokens, N_EMBD] and the processor's pixels, one row
+    per patch: [n_patches, 3 * patch^2], of all tiles, row by row.
+    """
+
+    model: Callable[[], Any]
+    processor: Callable[[], Any]
+    features: Callable[[Any, Any, np.ndarray], tuple[np.ndarray, np.ndarray]]
+    patch: int
+
+
+def image_of(size: tuple[int, int]) -> np.ndarray:
+    """Return an image with edges, gradients and noise, uint8 [height, width, 3]."""
+    height, width = size
+    rng = np.random.default_rng([*size, 5])
+    y, x = np.indices(size) / np.array(size).reshape(2, 1, 1)
+    base = np.stack([x, y, (np.sin(20 * x) > np.cos(9 * y)) * 1.0], axis=2) * 200
+    return np.clip(base + rng.normal(20, 15, (height, width, 3)), 0, 255).astype(np.uint8)
+
+
+def patches_of(pixels: Any, patch: int) -> np.ndarray:
+    """Return the patches of images [n, 3, height, width], row by row: [n_patches, 3 * patch^2]."""
+    rows = torch.nn.functional.unfold(pixels.float(), patch, stride=patch)
+    return rows.transpose(1, 2).reshape(-1, rows.shape[1]).numpy()
+
+
+def by_rows(rows: np.ndarray, grid: tuple[int, int], merge: int) -> np.ndarray:
+    """Return rows that are token by token, row by row of the image. grid: patches of its height and width."""
+    height, width = grid
+    cells = rows.reshape(height // merge, width // merge, merge, merge, -1)
+    return cells.transpose(0, 2, 1, 3, 4).reshape(len(rows), -1)
+
+
+def _random(model: Any) -> Any:
+    """Give every parameter a random value: norms around 1, the rest small enough for stable sums."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            noise = torch.randn(values.shape, generator=generator)
+            scale = 0.3 if values.ndim == 1 else 1.5 / values[0].numel() ** 0.5
+            values.copy_(noise * scale + (1.0 if "norm" in name and name.endswith("weight") else 0.0))
+    return model.eval()
+
+
+def _embeddings(features: Any) -> np.ndarray:
+    """Return the embeddings of all tiles, whose form depends on the version of transformers."""
+    found = features.pooler_output
+    parts = [found] if isinstance(found, torch.Tensor) else found
+    return np.concatenate([part.reshape(-1, N_EMBD).numpy() for part in parts])
+
+
+def _idefics3() -> Any:
+    config = transformers.Idefics3Config(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config={
+            "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "image_size": 32, "patch_size": 8,
+        },
+        scale_factor=2, image_token_id=5, pad_token_id=0,
+    )  # fmt: skip
+    return _random(transformers.Idefics3ForConditionalGeneration(config))
+
+
+def _idefics3_processor() -> Any:
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    return Idefics3ImageProcessorPil(size={"longest_edge": 96}, max_image_size={"longest_edge": 32})
+
+
+def _idefics3_features(model: Any, processor: Any, image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    found = processor([[image]], return_tensors="pt")
+    features = model.model.get_image_features(found["pixel_values"], found["pixel_attention_mask"])
+    return _embeddings(features), patches_of(found["pixel_values"][0], 8)
+
+
+def _gemma3() -> Any:
+    config = transformers.Gemma3Config(
+        text_config=TEXT,
+        vision_config={
+            "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "image_size": 56, "patch_size": 7, "layer_norm_eps": 1e-6,
+        },
+        mm_tokens_per_image=16,
+    )  # fmt: skip
+    return _random(transformers.Gemma3ForConditionalGeneration(config))
+
+
+def _gemma3_processor() -> Any:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    return Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
+
+
+def _gemma3_features(model: Any, processor: Any, image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    pixels = processor([image], return_tensors="pt")["pixel_values"]
+    features = model.model.get_image_features(pixels)
+    return _embeddings(features), patches_of(pixels, 7)
+
+
+def _qwen2vl() -> Any:
+    config = transformers.Qwen2VLConfig(
+        text_config={**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2]}},
+        vision_config={
+            "depth": 2, "embed_dim": 32, "hidden_size": N_EMBD, "num_heads": 2, "mlp_ratio": 2,
+            "patch_size": 4, "spatial_merge_size": 2,
+        },
+    )  # fmt: skip
+    return _random(transformers.Qwen2VLForConditionalGeneration(config))
+
+
+def _qwen25vl() -> Any:
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2]}},
+        vision_config={
+            "depth": 4, "hidden_size": 32, "out_hidden_size": N_EMBD, "num_heads": 2,
+            "intermediate_size": 56, "patch_size": 4, "spatial_merge_size": 2, "window_size": 24,
+            "fullatt_block_indexes": [1, 3],
+        },
+    )  # fmt: skip
+    return _random(transformers.Qwen2_5_VLForConditionalGeneration(config))
+
+
+def _qwen_processor() -> Any:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=12 * 64, max_pixels=90 * 64)
+
+
+def _qwen_features(model: Any, processor: Any, image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    found = processor([image], return_tensors="pt")
+    grid = found["image_grid_thw"]
+    features = model.model.get_image_features(found["pixel_values"], grid)
+    rows = found["pixel_values"].reshape(-1, 3, 2, 16)[:, :, 0].reshape(-1, 48).numpy()
+    return _embeddings(features), by_rows(rows, tuple(grid[0, 1:].tolist()), 2)
+
+
+RECIPES = {
+    "idefics3": Recipe(_idefics3, _idefics3_processor, _idefics3_features, 8),
+    "gemma3": Recipe(_gemma3, _gemma3_processor, _gemma3_features, 7),
+    "qwen2vl": Recipe(_qwen2vl, _qwen_processor, _qwen_features, 4),
+    "qwen2.5vl": Recipe(_qwen25vl, _qwen_processor, _qwen_features, 4),
+}
+
+
+def save_checkpoint(recipe: Recipe, folder: Path) -> None:
+    """Write the model and its processor as a checkpoint."""
+    recipe.model().save_pretrained(folder)
+    recipe.processor().save_pretrained(folder)
+
+
+def shared_encoder(name: str, run_folder: Path, type: str = "f32") -> Path:
+    """Return the encoder's file of a recipe, converted once per run. type: of its matrices."""
+
+    def convert(path: Path) -> None:
+        folder = path.with_suffix(".checkpoint")
+        save_checkpoint(RECIPES[name], folder)
+        convert_projector(folder, path, type)
+
+    return made_once(run_folder / f"mmproj-{name}-{type}.gguf", convert)
+
+
+def shared_features(name: str, run_folder: Path) -> dict[str, np.ndarray]:
+    """Return transformers' embeddings and pixels of the images: "features 0", "pixels 0", ... of SIZES."""
+    recipe = RECIPES[name]
+
+    def compute(path: Path) -> None:
+        model, processor, found = recipe.model(), recipe.processor(), {}
+        with torch.no_grad():
+            for i, size in enumerate(SIZES):
+                features, pixels = recipe.features(model, processor, image_of(size))
+                found |= {f"features {i}": features, f"pixels {i}": pixels}
+        with path.open("wb") as file:
+            np.savez(file, **found)
+
+    with np.load(made_once(run_folder / f"vision-{name}.npz", compute)) as found:
+        return dict(found)
