@@ -72,7 +72,7 @@ def test_embeddings_match_transformers(name: str, run_folder: Path) -> None:
 def test_reference_matches_transformers(name: str, run_folder: Path) -> None:
     expected = shared_features(name, run_folder)
     with opened(shared_encoder(name, run_folder)) as encoder:
-        config, weights = encoder.config, encoder._weights
+        config, weights = encoder.config, encoder.weights
         picture = PICTURES[3]
         steps = list(steps_of(config, picture.pixels, scaled_sizes(config, *SIZES[3], "auto", None)))
         n = max(len(step.rows) for step in steps)
@@ -90,7 +90,7 @@ def test_reference_matches_transformers(name: str, run_folder: Path) -> None:
 def test_every_operation_is_right(name: str, run_folder: Path) -> None:
     """Compare each value of the native step with the reference's result for the same inputs."""
     with opened(shared_encoder(name, run_folder)) as encoder:
-        config, weights, graph = encoder.config, encoder._weights, encoder.graph
+        config, weights, graph = encoder.config, encoder.weights, encoder.graph
         (step, *_) = steps_of(config, PICTURES[1].pixels, scaled_sizes(config, *SIZES[1], "auto", None))
         names = tuple(op.out.name for op in graph.primitives)
         n = len(step.rows)

@@ -639,7 +639,7 @@ def joined_rows(x: np.ndarray, outputs: np.ndarray, n: int) -> np.ndarray:
     """
     if len(outputs) and outputs[0] + 1 < n:
         raise InvalidRequestError(f"an output joins {n} tokens, and the first has fewer")
-    return x[outputs[:, None] + np.arange(1 - n, 1)].reshape(len(outputs), -1)
+    return x[outputs[:, None] + np.arange(1 - n, 1)].reshape(len(outputs), n * x.shape[1])
 
 
 def joined(op: ops.Heads, x: np.ndarray, shared: np.ndarray | None) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Converts the image encoder and the projector of a Hugging Face checkpoint to llama.cpp's mmproj file.
 
-Keys and names of tensors are those of llama.cpp's converter, so that each program runs the other's files.
+Keys and names of tensors equal those that llama.cpp's converter writes: each program runs the other's files.
 Anything unknown raises an error and is never guessed. A tensor is a view of the checkpoint's mapped file.
 """
 
@@ -229,7 +229,7 @@ def _class_of(config: Mapping[str, Any]) -> EncoderClass:
     if not isinstance(name, str) or name not in CLASSES:
         raise UnsupportedModelError(
             f"the image encoder of the architecture {shown(name)} in config.json is not supported; hotset "
-            f"converts those of {', '.join(CLASSES)}"
+            f"converts {', '.join(CLASSES)}"
         )
     return CLASSES[name]
 
@@ -311,7 +311,7 @@ def _pattern(full: object, n_layer: int) -> int:
         raise FormatError("fullatt_block_indexes in config.json must be a list of layers")
     every = full[0] + 1
     if every < 1 or list(full) != list(range(every - 1, n_layer, every)):
-        raise UnsupportedModelError(f"layers of the whole image at {list(full)[:8]} are no regular pattern")
+        raise UnsupportedModelError(f"layers of the whole image at {list(full)[:8]} have no regular pattern")
     return int(every)
 
 

@@ -1,4 +1,4 @@
-"""The place of an image in a prompt, and the sizes to which it is scaled, from its height and width alone."""
+"""The place of an image in a prompt, and the sizes to which it is scaled; only its height and width count."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def scaled_sizes(
 ) -> Scaled:
     """Return the sizes of an image, as the processor of the family in transformers chooses them.
 
-    detail: "low" takes one tile, or LOW_TOKENS. max_tokens: most image tokens; None: no limit.
+    detail: "low" is one tile, or LOW_TOKENS. max_tokens: most image tokens; None: no limit.
     Raises InvalidRequestError if no size of the image has so few tokens, or its sides differ too much.
     """
     if detail not in DETAILS:

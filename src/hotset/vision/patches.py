@@ -1,6 +1,6 @@
 """Preprocessing: from the pixels of an image to the rows that an encoder's graph reads.
 
-The pixels equal those of the family's processor in transformers with its PIL backend.
+The pixels equal the results of the family's processor in transformers with its PIL backend.
 """
 
 from __future__ import annotations

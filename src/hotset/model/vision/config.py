@@ -114,8 +114,7 @@ def config_of_encoder(gguf: GGUFFile, tensors: Mapping[str, TensorInfo]) -> Visi
     """
     if not is_encoder_file(gguf):
         raise UnsupportedModelError(
-            f"{gguf.path} is no image encoder but a {gguf.architecture} model; name the file that is called "
-            "mmproj"
+            f"{gguf.path} holds a {gguf.architecture} model, not an image encoder; name the mmproj file"
         )
     keys = Keys(gguf.metadata, ARCHITECTURE)
     projector = keys.text("projector_type") or keys.text("vision.projector_type")
