@@ -928,12 +928,14 @@ class ExpertSum(_OfExperts):
 class SelectOutputs(Operation):
     """The rows of the tokens whose logits are needed: out is [n_outputs, width].
 
-    n: the tokens of a row of out, the n - 1 before the output's and then its own, side by side.
+    n: the tokens of a row of out, the n - 1 before the output's and then its own, side by side. by_channel:
+    instead, the n numbers of a channel are adjacent.
     """
 
     out: Value
     x: Value
     n: int = 1
+    by_channel: bool = False
 
 
 @dataclass(frozen=True)

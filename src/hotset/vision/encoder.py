@@ -44,7 +44,8 @@ class ImageEncoder:
         self._backend: CpuBackend | None = None
         try:
             of_square = (self.config.side // self.config.patch) ** 2
-            self._reserve(_FIRST_PATCHES if family.sizes == "free" else of_square)
+            fixed = family.sizes in ("tiles", "square")
+            self._reserve(of_square if fixed else _FIRST_PATCHES)
         except BaseException:
             self.close()
             raise
