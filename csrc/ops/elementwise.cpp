@@ -45,8 +45,12 @@ static const Registered kSelectOutputs("select_outputs", [](Facts& facts) -> std
             "select_outputs joins n rows of tokens to a row of outputs");
     facts.plan().limits().n_joined = std::max(facts.plan().limits().n_joined, n);
     const Buffer& in = facts.plan().buffer(x);
-    return make_row_op(facts.plan(), out, [&in, n](const StepTokens& step, int r, float* result) {
-        std::copy_n(in.row(step.outputs[r] + 1 - n), n * in.width, result);
+    const bool by_channel = facts.flag("by_channel", false);
+    return make_row_op(facts.plan(), out, [&in, n, by_channel](const StepTokens& step, int r, float* result) {
+        const float* from = in.row(step.outputs[r] + 1 - n);
+        if (!by_channel) std::copy_n(from, n * in.width, result);
+        for (int64_t c = 0; by_channel && c < in.width; c++)
+            for (int j = 0; j < n; j++) result[c * n + j] = from[j * in.width + c];
     });
 });
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ class Recipe:
     processor: Callable[[], Any]
     features: Callable[[Any, Any, np.ndarray], tuple[np.ndarray, np.ndarray]]
     patch: int
+    has_tokenizer: bool = False
 
 
 def image_of(size: tuple[int, int]) -> np.ndarray:
@@ -165,9 +167,36 @@ def _qwen_features(model: Any, processor: Any, image: np.ndarray) -> tuple[np.nd
     return _embeddings(features), by_rows(rows, tuple(grid[0, 1:].tolist()), 2)
 
 
+def _pixtral() -> Any:
+    config = transformers.Mistral3Config(
+        text_config={"model_type": "mistral", "rms_norm_eps": 1e-5, **TEXT},
+        vision_config={
+            "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "image_size": 96, "patch_size": 4, "hidden_act": "silu",
+        },
+        spatial_merge_size=2, vision_feature_layer=-1,
+    )  # fmt: skip
+    return _random(transformers.Mistral3ForConditionalGeneration(config))
+
+
+def _pixtral_processor() -> Any:
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    return PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size={"height": 8, "width": 8})
+
+
+def _pixtral_features(model: Any, processor: Any, image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    found = processor([image], return_tensors="pt")
+    features = model.model.get_image_features(
+        found["pixel_values"], image_sizes=found["image_sizes"], vision_feature_layer=-1
+    )
+    return _embeddings(features), patches_of(found["pixel_values"], 4)
+
+
 RECIPES = {
     "idefics3": Recipe(_idefics3, _idefics3_processor, _idefics3_features, 8),
     "gemma3": Recipe(_gemma3, _gemma3_processor, _gemma3_features, 7),
+    "pixtral": Recipe(_pixtral, _pixtral_processor, _pixtral_features, 4, has_tokenizer=True),
     "qwen2vl": Recipe(_qwen2vl, _qwen_processor, _qwen_features, 4),
     "qwen2.5vl": Recipe(_qwen25vl, _qwen_processor, _qwen_features, 4),
 }
@@ -177,6 +206,9 @@ def save_checkpoint(recipe: Recipe, folder: Path) -> None:
     """Write the model and its processor as a checkpoint."""
     recipe.model().save_pretrained(folder)
     recipe.processor().save_pretrained(folder)
+    if recipe.has_tokenizer:
+        tokens = [{"id": 7, "content": "[IMG_BREAK]"}, {"id": 8, "content": "[IMG_END]"}]
+        (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
 
 
 def shared_encoder(name: str, run_folder: Path, type: str = "f32") -> Path:

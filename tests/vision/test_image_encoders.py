@@ -72,7 +72,7 @@ def test_embeddings_match_transformers(name: str, run_folder: Path) -> None:
 def test_reference_matches_transformers(name: str, run_folder: Path) -> None:
     expected = shared_features(name, run_folder)
     with opened(shared_encoder(name, run_folder)) as encoder:
-        config, weights = encoder.config, encoder._weights
+        config, weights = encoder.config, encoder.weights
         picture = PICTURES[3]
         steps = list(steps_of(config, picture.pixels, scaled_sizes(config, *SIZES[3], "auto", None)))
         n = max(len(step.rows) for step in steps)
@@ -90,7 +90,7 @@ def test_reference_matches_transformers(name: str, run_folder: Path) -> None:
 def test_every_operation_is_right(name: str, run_folder: Path) -> None:
     """Compare each value of the native step with the reference's result for the same inputs."""
     with opened(shared_encoder(name, run_folder)) as encoder:
-        config, weights, graph = encoder.config, encoder._weights, encoder.graph
+        config, weights, graph = encoder.config, encoder.weights, encoder.graph
         (step, *_) = steps_of(config, PICTURES[1].pixels, scaled_sizes(config, *SIZES[1], "auto", None))
         names = tuple(op.out.name for op in graph.primitives)
         n = len(step.rows)
@@ -117,12 +117,13 @@ def test_threads_and_instructions_change_no_bit(
     assert np.array_equal(found[0][0], found[0][-1])  # the same image again, after others
 
 
-@pytest.mark.parametrize(("type", "bound"), [("f16", 2e-3), ("bf16", 2e-2), ("q8_0", 3e-2), ("q4_0", 0.4)])
+@pytest.mark.parametrize(("type", "bound"), [("f16", 5e-3), ("bf16", 3e-2), ("q8_0", 8e-2), ("q4_0", 0.6)])
 def test_quantised_encoders_work(name: str, type: str, bound: float, run_folder: Path) -> None:
+    """Small random models amplify errors. Unrelated embeddings would differ by about 1.4."""
     expected = shared_features(name, run_folder)["features 0"]
     with opened(shared_encoder(name, run_folder, type)) as encoder:
         found = encoder.encode(PICTURES[0])
-    assert np.linalg.norm(found - expected) < bound * np.linalg.norm(expected)
+    assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < bound
 
 
 # ---- files
@@ -239,6 +240,17 @@ def test_low_detail_is_one_tile(run_folder: Path) -> None:
     )  # fmt: skip
     expected = whole([[PICTURES[0].pixels]], return_tensors="np")["pixel_values"][0, 0]
     assert np.array_equal(image.transpose(2, 0, 1), expected)
+
+
+def test_rows_end_with_tokens(run_folder: Path) -> None:
+    """Compare with PixtralProcessor.replace_image_token: a token after each row, another after the last."""
+    with opened(shared_encoder("pixtral", run_folder)) as encoder:
+        for picture in PICTURES:
+            height, width = scaled_sizes(encoder.config, *picture.pixels.shape[:2], "auto", None).scalings[0]
+            row = "[IMG]" * (width // 8)
+            expected = "[IMG_BREAK]".join([row] * (height // 8)) + "[IMG_END]"
+            pieces = encoder.layout(picture).pieces
+            assert "".join("[IMG]" * p if isinstance(p, int) else p for p in pieces) == expected
 
 
 @pytest.mark.parametrize("name", ["qwen2vl", "qwen2.5vl"])

@@ -239,7 +239,7 @@ class ReferenceBackend(WithoutDevices):
             case ops.ExpertSum():
                 return self._expert_sum(op, values[op.x.id], values[op.route.id])
             case ops.SelectOutputs():
-                return joined_rows(values[op.x.id], batch.outputs, op.n)
+                return joined_rows(op, values[op.x.id], batch.outputs)
             case _:
                 assert_never(op)
 
@@ -632,14 +632,15 @@ def rotate(x: np.ndarray, positions: np.ndarray, op: ops.Rotate) -> np.ndarray:
     return out.reshape(x.shape)
 
 
-def joined_rows(x: np.ndarray, outputs: np.ndarray, n: int) -> np.ndarray:
+def joined_rows(op: ops.SelectOutputs, x: np.ndarray, outputs: np.ndarray) -> np.ndarray:
     """Return the rows of the n tokens up to each output, side by side: [n_outputs, n * width].
 
     Raises InvalidRequestError if the first output has fewer tokens before it.
     """
-    if len(outputs) and outputs[0] + 1 < n:
-        raise InvalidRequestError(f"an output joins {n} tokens, and the first has fewer")
-    return x[outputs[:, None] + np.arange(1 - n, 1)].reshape(len(outputs), n * x.shape[1])
+    if len(outputs) and outputs[0] + 1 < op.n:
+        raise InvalidRequestError(f"an output joins {op.n} tokens, and the first has fewer")
+    rows = x[outputs[:, None] + np.arange(1 - op.n, 1)]  # [n_outputs, n, width]
+    return (rows.swapaxes(1, 2) if op.by_channel else rows).reshape(len(outputs), op.out.width)
 
 
 def joined(op: ops.Heads, x: np.ndarray, shared: np.ndarray | None) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Converts the image encoder and the projector of a Hugging Face checkpoint to llama.cpp's mmproj file.
 
-Keys and names of tensors are those of llama.cpp's converter, so that each program runs the other's files.
+Keys and names of tensors equal those that llama.cpp's converter writes: each program runs the other's files.
 Anything unknown raises an error and is never guessed. A tensor is a view of the checkpoint's mapped file.
 """
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from hotset.convert.hf_checkpoint import Checkpoint
 from hotset.convert.hf_config import read_json
+from hotset.convert.hf_rope import neighbours
 from hotset.convert.hf_values import integer, number
 from hotset.convert.sources import Origin
 from hotset.errors import FormatError, HotsetError, UnsupportedModelError
@@ -62,6 +63,18 @@ _QWEN = {
     r"merger\.ln_q": "v.post_ln",
     r"merger\.mlp\.(\d+)": r"mm.\1",
 }
+_PIXTRAL = {
+    r"patch_conv": "v.patch_embd",
+    r"ln_pre": "v.pre_ln",
+    r"transformer\.layers\.(\d+)\.attention_norm": r"v.blk.\1.ln1",
+    r"transformer\.layers\.(\d+)\.ffn_norm": r"v.blk.\1.ln2",
+    r"transformer\.layers\.(\d+)\.attention\.([qkv])_proj": r"v.blk.\1.attn_\2",
+    r"transformer\.layers\.(\d+)\.attention\.o_proj": r"v.blk.\1.attn_out",
+    r"transformer\.layers\.(\d+)\.feed_forward\.(gate|up|down)_proj": r"v.blk.\1.ffn_\2",
+    r"norm": "mm.input_norm",
+    r"patch_merger\.merging_layer": "mm.patch_merger",
+    r"linear_([12])": r"mm.\1",
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +85,8 @@ class EncoderClass:
     names in the file, several if a tensor is split. defaults: entries of vision_config that the class has if
     config.json has not. mean, std: of the processor. resample: Pillow's filter. keys: returns further keys,
     without `clip.`, from vision_config, config.json and the processor's file. whole: types of
-    tensors in files of any type but F32.
+    tensors in files of any type but F32. turned: rows of queries and keys are for pairs of channels in the
+    halves of a head, and become pairs of neighbours.
     """
 
     projector: str
@@ -84,6 +98,7 @@ class EncoderClass:
     resample: int
     keys: Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
     whole: Mapping[str, GGMLType]
+    turned: bool = False
 
 
 def _idefics3_keys(
@@ -108,6 +123,21 @@ def _gemma3_keys(
     per_side = math.isqrt(integer(config, "mm_tokens_per_image", 256))
     merge = side // integer(vision, "patch_size") // per_side
     return {} if merge == 4 else {"vision.projector.scale_factor": merge}
+
+
+def _pixtral_keys(
+    vision: Mapping[str, Any], config: Mapping[str, Any], images: Mapping[str, Any]
+) -> dict[str, Any]:
+    side = integer(vision, "image_size")
+    if (longest := _size(images, "size", "longest_edge", side)) != side:
+        raise UnsupportedModelError(f"images of {longest} pixels for an encoder of {side} are not supported")
+    known = {"projector_hidden_act": "gelu", "vision_feature_layer": -1}
+    if odd := [entry for entry, value in known.items() if config.get(entry, value) != value]:
+        raise UnsupportedModelError(f"{odd[0]} in config.json is not supported, only {known[odd[0]]!r} is")
+    if vision.get("model_type") != "pixtral":
+        raise UnsupportedModelError(f"a vision_config of {shown(vision.get('model_type'))} is not supported")
+    has_merger = "spatial_merge_size" in config
+    return {"vision.spatial_merge_size": integer(config, "spatial_merge_size")} if has_merger else {}
 
 
 def _qwen_keys(
@@ -147,7 +177,18 @@ _QWEN2VL = EncoderClass(
     _OF_QWEN | {"embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu", "mlp_ratio": 4},
     _CLIP_MEAN, _CLIP_STD, 3, _qwen_keys, {},
 )  # fmt: skip
+_PIXTRAL_CLASS = EncoderClass(
+    "pixtral", r"(model\.)?(vision_tower|multi_modal_projector)\.", _PIXTRAL,
+    {
+        "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "image_size": 1024, "patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
+        "model_type": "pixtral",
+    },
+    _CLIP_MEAN, _CLIP_STD, 3, _pixtral_keys, {}, turned=True,
+)  # fmt: skip
 CLASSES = {
+    "LlavaForConditionalGeneration": _PIXTRAL_CLASS,
+    "Mistral3ForConditionalGeneration": _PIXTRAL_CLASS,
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "SmolVLMForConditionalGeneration": _IDEFICS3,
     "Gemma3ForConditionalGeneration": EncoderClass(
@@ -193,20 +234,26 @@ def convert_projector(
     config = read_json(src / "config.json")
     family = _class_of(config)
     checkpoint = Checkpoint(src)
-    sources = dict(_sources(checkpoint, family))
+    keys = _keys(family, config, _processor(src))
+    head_dim = keys["vision.embedding_length"] // keys["vision.attention.head_count"]
+    sources = dict(_sources(checkpoint, family, head_dim))
+    if family.projector == "pixtral":
+        sources["v.token_embd.img_break"] = Origin(_row_of_token(src, checkpoint, "[IMG_BREAK]"))
     writer = GGUFWriter(out_path, ARCHITECTURE)
     writer.add("general.type", "mmproj")
     writer.add("general.name", src.resolve().name)
     writer.add("general.file_type", target_of(name).file_type)
     writer.add("general.quantization_version", 2)
-    for key, value in _keys(family, config, _processor(src)).items():
+    for key, value in keys.items():
         writer.add(f"{ARCHITECTURE}.{key}", value)
     infos = [
         TensorInfo(n, source.shape[::-1], _T.F32, 4 * math.prod(source.shape), 0)
         for n, source in sources.items()
     ]
-    # A convolution's rows are short. Only F16 files have a patch embedding in halves, as llama.cpp's.
-    whole = {info.name: _T.F32 for info in infos if len(info.shape) > 2} if name != "f16" else {}
+    # llama.cpp reads convolutions, and the merger as one, in F32 or F16 only.
+    whole: dict[str, GGMLType] = {}
+    if name != "f16":
+        whole = {i.name: _T.F32 for i in infos if len(i.shape) > 2 or "patch_merger" in i.name}
     whole |= {} if name == "f32" else family.whole
     facts = typed_model(writer.planned().metadata, ARCHITECTURE, "gguf", False)
     planned = assign_types(facts, infos, name, tensor_types, whole)
@@ -229,7 +276,7 @@ def _class_of(config: Mapping[str, Any]) -> EncoderClass:
     if not isinstance(name, str) or name not in CLASSES:
         raise UnsupportedModelError(
             f"the image encoder of the architecture {shown(name)} in config.json is not supported; hotset "
-            f"converts those of {', '.join(CLASSES)}"
+            f"converts {', '.join(CLASSES)}"
         )
     return CLASSES[name]
 
@@ -311,14 +358,14 @@ def _pattern(full: object, n_layer: int) -> int:
         raise FormatError("fullatt_block_indexes in config.json must be a list of layers")
     every = full[0] + 1
     if every < 1 or list(full) != list(range(every - 1, n_layer, every)):
-        raise UnsupportedModelError(f"layers of the whole image at {list(full)[:8]} are no regular pattern")
+        raise UnsupportedModelError(f"layers of the whole image at {list(full)[:8]} have no regular pattern")
     return int(every)
 
 
 # ---- tensors
 
 
-def _sources(checkpoint: Checkpoint, family: EncoderClass) -> Iterator[tuple[str, Origin]]:
+def _sources(checkpoint: Checkpoint, family: EncoderClass, head_dim: int) -> Iterator[tuple[str, Origin]]:
     """Yield (name in the file, its source). Raises an error for a tensor without a place."""
     names = [name for name in (*checkpoint.tensors, *checkpoint.unread) if re.match(family.prefix, name)]
     checkpoint.check_readable(names)
@@ -331,7 +378,26 @@ def _sources(checkpoint: Checkpoint, family: EncoderClass) -> Iterator[tuple[str
         if twice := found & set(targets):
             raise FormatError(f"the checkpoint has two tensors for {min(twice)}, one of them {name}")
         found |= set(targets)
-        yield from _split(name, values, targets)
+        if family.turned and re.search(r"\.attn_[qk]\.", targets[0]):
+            yield targets[0], Origin(values, rows=neighbours(len(values), head_dim))
+        else:
+            yield from _split(name, values, targets)
+
+
+def _row_of_token(src: Path, checkpoint: Checkpoint, token: str) -> np.ndarray:
+    """Return the embedding of a token, which llama.cpp reads from the encoder's file."""
+    tokens = read_json(src / "tokenizer.json").get("added_tokens")
+    ids = [
+        entry.get("id") for entry in tokens or [] if isinstance(entry, dict) and entry.get("content") == token
+    ]
+    names = [name for name in checkpoint.tensors if name.endswith("embed_tokens.weight")]
+    if len(ids) != 1 or len(names) != 1 or type(ids[0]) is not int:
+        raise FormatError(f"the checkpoint has no embedding of the token {token}")
+    embedding = checkpoint.tensors[names[0]]
+    if not 0 <= ids[0] < len(embedding):
+        raise FormatError(f"the token {token} has the id {ids[0]}, outside the embedding")
+    row: np.ndarray = embedding[ids[0]]
+    return row
 
 
 def _targets(rest: str, family: EncoderClass) -> list[str]:

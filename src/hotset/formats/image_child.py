@@ -56,7 +56,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Return the first frame in RGB, turned as its EXIF tag says, with white where it is transparent."""
+    """Return the first frame in RGB, turned as its EXIF tag says, over white."""
     image.load()
     try:
         turn = _TURNS.get(image.getexif().get(_ORIENTATION) or 1)

@@ -32,7 +32,7 @@ ActivationKind = Literal[
 RopeKind = Literal["norm", "neox"]  # norm: pairs (2i, 2i+1); neox: pairs (i, i + n_rot/2)
 Scoring = Literal["softmax", "sigmoid", "softmax_chosen", "sqrt_softplus"]  # of experts; see Route
 Part = Literal["predictor", "ffn", "attention", "other"]
-Groups = Literal["none", "only", "also"]  # what the group of a token changes; see Attention
+Groups = Literal["none", "only", "also"]  # the tokens that a group adds; see Attention
 
 PARTS: tuple[Part, ...] = ("predictor", "ffn", "attention", "other")  # for statistics
 SHIFT = 1.0, -1.0  # weights of a token shift, for every channel (see ShortConv)
@@ -929,12 +929,14 @@ class ExpertSum(_OfExperts):
 class SelectOutputs(Operation):
     """The rows of the tokens whose logits are needed: out is [n_outputs, width].
 
-    n: the tokens of a row of out, the n - 1 before the output's and then its own, side by side.
+    n: the tokens of a row of out, the n - 1 before the output's and then its own, side by side. by_channel:
+    instead, the n numbers of a channel are adjacent.
     """
 
     out: Value
     x: Value
     n: int = 1
+    by_channel: bool = False
 
 
 @dataclass(frozen=True)

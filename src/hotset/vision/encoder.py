@@ -33,9 +33,9 @@ class ImageEncoder:
     """
 
     def __init__(self, gguf: GGUFFile, threads: int | None = None) -> None:
-        self._file, self._weights = gguf, EncoderTensors(gguf)
-        self.config: VisionConfig = config_of_encoder(gguf, self._weights.tensors)
-        self.graph = describe_encoder(self.config, self._weights.tensors)
+        self._file, self.weights = gguf, EncoderTensors(gguf)
+        self.config: VisionConfig = config_of_encoder(gguf, self.weights.tensors)
+        self.graph = describe_encoder(self.config, self.weights.tensors)
         family = self.config.family
         self.n_embd, self.causal = self.config.n_out, family.causal
         self.marker, self.plain_marker = family.marker, family.plain_marker
@@ -44,7 +44,8 @@ class ImageEncoder:
         self._backend: CpuBackend | None = None
         try:
             of_square = (self.config.side // self.config.patch) ** 2
-            self._reserve(_FIRST_PATCHES if family.sizes == "free" else of_square)
+            fixed = family.sizes in ("tiles", "square")
+            self._reserve(of_square if fixed else _FIRST_PATCHES)
         except BaseException:
             self.close()
             raise
@@ -73,7 +74,7 @@ class ImageEncoder:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the weights, and of the memory for the largest image."""
-        weights = sum(info.nbytes for info in self._weights.tensors.values())
+        weights = sum(info.nbytes for info in self.weights.tensors.values())
         backend = self._backend
         if backend is None:
             return weights
@@ -132,13 +133,13 @@ class ImageEncoder:
         return scaled_sizes(self.config, height, width, detail, max_tokens)
 
     def _reserve(self, n_patches: int) -> CpuBackend:
-        """Return a backend with room for a step of so many patches."""
+        """Return a backend with room for a step of n_patches."""
         if self._backend is None or self._backend.max_batch < n_patches:
             if self._backend is not None:
                 self._backend.close()
                 n_patches = 1 << (n_patches - 1).bit_length()
             options = BackendOptions(n_blocks=-(-n_patches // BLOCK_SIZE), max_batch=n_patches, kv_type="f32")
-            self._backend = CpuBackend(self._weights, self.graph, options, runtime=self._runtime)
+            self._backend = CpuBackend(self.weights, self.graph, options, runtime=self._runtime)
         return self._backend
 
     def _run(self, step: Patches) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The place of an image in a prompt, and the sizes to which it is scaled, from its height and width alone."""
+"""The place of an image in a prompt, and the sizes to which it is scaled; only its height and width count."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def scaled_sizes(
 ) -> Scaled:
     """Return the sizes of an image, as the processor of the family in transformers chooses them.
 
-    detail: "low" takes one tile, or LOW_TOKENS. max_tokens: most image tokens; None: no limit.
+    detail: "low" is one tile, or LOW_TOKENS. max_tokens: most image tokens; None: no limit.
     Raises InvalidRequestError if no size of the image has so few tokens, or its sides differ too much.
     """
     if detail not in DETAILS:
@@ -64,6 +64,8 @@ def scaled_sizes(
             found = Scaled(((config.side, config.side),))
         case "free":
             found = _free(config, height, width, detail, max_tokens)
+        case "edge":
+            found = _within(config, height, width, detail, max_tokens)
     if max_tokens is not None and (n := n_tokens_of(config, found)) > max_tokens:
         raise InvalidRequestError(
             f"an image has at least {n} tokens in this model, more than the limit of {max_tokens}"
@@ -96,6 +98,11 @@ def layout_of(config: VisionConfig, sizes: Scaled) -> Layout:
         case "gemma3":
             pieces = ["\n\n<start_of_image>", n, "<end_of_image>\n\n"]
             return Layout(tuple(pieces), n, n_positions=n)
+        case "pixtral":
+            rows, columns = (side // config.token_side for side in sizes.scalings[-1])
+            pieces = [columns, "[IMG_BREAK]"] * rows
+            pieces[-1] = "[IMG_END]"
+            return Layout(tuple(pieces), n_all, n_positions=n_all)
         case _:
             rows, columns = (side // config.token_side for side in sizes.scalings[-1])
             at = np.indices((1, rows, columns), np.int32).reshape(3, -1).T
@@ -170,6 +177,19 @@ def _free(config: VisionConfig, height: int, width: int, detail: Detail, max_tok
         rows = min(rows, max(max_tokens // columns, 1))
         columns = min(columns, max_tokens // rows)
     return Scaled(((rows * side, columns * side),))
+
+
+def _within(config: VisionConfig, height: int, width: int, detail: Detail, max_tokens: int | None) -> Scaled:
+    """Return the sizes of Pixtral: whole tokens, with both sides at most `side` pixels."""
+    side, longest = config.token_side, config.side
+    if detail == "low":
+        longest = min(longest, math.isqrt(LOW_TOKENS) * side)
+    while True:
+        ratio = max(height / longest, width / longest, 1)
+        rows, columns = (max((math.floor(n / ratio) - 1) // side + 1, 1) for n in (height, width))
+        if max_tokens is None or rows * columns <= max_tokens or longest <= side:
+            return Scaled(((rows * side, columns * side),))
+        longest -= side
 
 
 def _smaller(height: int, width: int, side: int, most: int) -> tuple[int, int]:

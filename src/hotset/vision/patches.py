@@ -1,6 +1,6 @@
 """Preprocessing: from the pixels of an image to the rows that an encoder's graph reads.
 
-The pixels equal those of the family's processor in transformers with its PIL backend.
+The pixels equal the results of the family's processor in transformers with its PIL backend.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hotset.model.vision.config import VisionConfig
 from hotset.vision.layouts import Scaled
 
 RESCALE = 1 / 255
-_FILTERS = {"tiles": "LANCZOS", "square": "BILINEAR", "free": "BICUBIC"}
+_FILTERS = {"tiles": "LANCZOS", "square": "BILINEAR", "free": "BICUBIC", "edge": "BICUBIC"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def steps_of(config: VisionConfig, pixels: np.ndarray, sizes: Scaled) -> Iterato
         rows, columns = image.shape[0] // config.patch, image.shape[1] // config.patch
         patches = patches_of(config, image)
         at = _in_tokens(np.indices((rows, columns), np.int32).reshape(2, rows, columns), config.merge)
-        if not config.family.rotary:
+        if config.family.rope is None:
             yield Patches(patches, np.ascontiguousarray(at[:, 0] * columns + at[:, 1]))
             continue
         tokens = np.zeros(len(patches), np.int32)

@@ -60,7 +60,7 @@ _SENTENCES = {
 
 
 def decoded(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> Picture:
-    """Decode a JPEG, PNG, WebP or GIF file: the first frame, upright, with white where it is transparent.
+    """Decode a JPEG, PNG, WebP or GIF file: the first frame, upright, over white.
 
     Raises InvalidRequestError for a file that is larger than the limits, damaged, or of another format.
     """
@@ -79,7 +79,7 @@ def decoded(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> Picture:
         ) from None
     match answer.get("error"):
         case "format":
-            raise InvalidRequestError("The image is no JPEG, PNG, WebP or GIF file; send one of these.")
+            raise InvalidRequestError("The image is not a JPEG, PNG, WebP or GIF file; send one of these.")
         case "pixels":
             raise InvalidRequestError(
                 f"The image has {answer.get('reason')} pixels, more than the limit of {limits.n_pixels}; "

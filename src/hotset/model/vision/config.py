@@ -15,7 +15,7 @@ from hotset.errors import UnsupportedModelError
 from hotset.model.activation import GELU_TANH, SILU, FFNActivation
 from hotset.model.config import LayerConfig, ModelConfig
 from hotset.model.keys import MAX_HEAD_DIM, Keys, NormKind, is_array
-from hotset.model.operations import Rope
+from hotset.model.operations import Rope, RopeKind
 from hotset.model.rope import frequencies
 from hotset.parameters import shown
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ARCHITECTURE = "clip"
 QUICK_GELU = FFNActivation("clamped_silu", threshold=float(np.finfo(np.float32).max))  # x * sigmoid(1.702 x)
 ROPE_BASE = 10000.0  # of rows and columns, in every family
-Sizes = Literal["tiles", "square", "free"]
+Sizes = Literal["tiles", "square", "free", "edge"]
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,10 @@ class Family:
     """Facts of a family of encoders that no key states.
 
     norm: the kind of all norms. sizes: how an image becomes patches. "tiles": a grid of squares and the whole
-    image as one more; "square": one square; "free": a rectangle with about the image's aspect ratio. merge:
-    patches per side of an image token, if the file has no such key. rotary: patches have rotary positions by
-    row and column instead of learned ones. twice: the patch embedding has two matrices, for two frames of a
+    image as one more; "square": one square; "free", "edge": a rectangle with about the image's aspect ratio,
+    with limits of its pixels, or of its longer side. merge: patches per side of an image token, if the file
+    has no such key. rope: patches have rotary positions by row and column, of these pairs of channels; None:
+    they have learned positions. twice: the patch embedding has two matrices, for two frames of a
     video; an image is both. causal: whether the text model's tokens of an image see only those before them.
     marker: the text of an image in published chat templates. plain_marker: its text where a template knows no
     images.
@@ -48,7 +49,7 @@ class Family:
     merge: int
     marker: str
     plain_marker: str
-    rotary: bool = False
+    rope: RopeKind | None = None
     twice: bool = False
     causal: bool = True
 
@@ -57,8 +58,9 @@ _QWEN_MARKERS = "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>"
 FAMILIES = {  # by projector type
     "idefics3": Family("layer", "tiles", 2, "<image>", "<image>"),
     "gemma3": Family("layer", "square", 4, "<start_of_image>", "<start_of_image>", causal=False),
-    "qwen2vl_merger": Family("layer", "free", 2, *_QWEN_MARKERS, rotary=True, twice=True),
-    "qwen2.5vl_merger": Family("rms", "free", 2, *_QWEN_MARKERS, rotary=True, twice=True),
+    "pixtral": Family("rms", "edge", 1, "[IMG]", "[IMG]", rope="norm"),
+    "qwen2vl_merger": Family("layer", "free", 2, *_QWEN_MARKERS, rope="neox", twice=True),
+    "qwen2.5vl_merger": Family("rms", "free", 2, *_QWEN_MARKERS, rope="neox", twice=True),
 }
 
 
@@ -68,9 +70,9 @@ class VisionConfig:
 
     projector: the family's name. tower: the transformer; its vocabulary are the learned positions. patch:
     pixels per side of a patch. merge: patches per side of an image token. side: pixels per side of a square
-    image or tile. longest: pixels of the longer side of an image in tiles. least, most: pixels of an image of
-    a free size. window: patches per side of a window of attention; 0: none. mean, std: of the channels of a
-    pixel between 0 and 1. n_out: width of the text model's embedding.
+    image or tile, or of the longer side of another. longest: pixels of the longer side of an image in tiles.
+    least, most: pixels of an image of a free size. window: patches per side of a window of attention; 0:
+    none. mean, std: of the channels of a pixel between 0 and 1. n_out: width of the text model's embedding.
     """
 
     projector: str
@@ -114,8 +116,7 @@ def config_of_encoder(gguf: GGUFFile, tensors: Mapping[str, TensorInfo]) -> Visi
     """
     if not is_encoder_file(gguf):
         raise UnsupportedModelError(
-            f"{gguf.path} is no image encoder but a {gguf.architecture} model; name the file that is called "
-            "mmproj"
+            f"{gguf.path} holds a {gguf.architecture} model, not an image encoder; name the mmproj file"
         )
     keys = Keys(gguf.metadata, ARCHITECTURE)
     projector = keys.text("projector_type") or keys.text("vision.projector_type")
@@ -126,7 +127,8 @@ def config_of_encoder(gguf: GGUFFile, tensors: Mapping[str, TensorInfo]) -> Visi
         )
     family = FAMILIES[projector]
     patch = keys.integer("vision.patch_size", 1, 256)
-    merge_key = "vision.spatial_merge_size" if family.sizes == "free" else "vision.projector.scale_factor"
+    scale_key = "vision.projector.scale_factor"
+    merge_key = scale_key if family.sizes in ("tiles", "square") else "vision.spatial_merge_size"
     merge = keys.integer(merge_key, 1, 16, family.merge)
     side = keys.integer("vision.image_size", patch * merge, 1 << 14)
     if family.sizes != "free" and side % (patch * merge):
@@ -134,6 +136,8 @@ def config_of_encoder(gguf: GGUFFile, tensors: Mapping[str, TensorInfo]) -> Visi
     longest = least = most = window = 0
     if family.sizes == "tiles":
         longest = keys.integer("vision.preproc_image_size", side, 1 << 14, side)
+    elif family.sizes == "edge":
+        most = side**2
     elif family.sizes == "free":
         area = (patch * merge) ** 2
         least = keys.integer("vision.image_min_pixels", 1, 1 << 30, 8 * area)
@@ -159,11 +163,10 @@ def _tower(
     if n_embd % n_head or dim > MAX_HEAD_DIM:
         raise keys.error("vision.attention.head_count", f"is {n_head}, for a width of {n_embd}")
     rope = None
-    if family.rotary:
+    if family.rope is not None:
         if dim % 4:
             raise keys.error("vision.attention.head_count", f"gives heads of {dim} channels, not of fours")
-        by_axis, n = tuple(frequencies(ROPE_BASE, dim // 2).tolist()), dim // 4
-        rope = Rope("neox", dim, by_axis * 2, axes=(0,) * n + (1,) * n)
+        rope = _axial(family.rope, dim)
     up = tensors.get("blk.0.ffn_up.weight")
     if up is None or len(up.shape) != 2:
         raise UnsupportedModelError("the file lacks the matrix v.blk.0.ffn_up.weight of an image encoder")
@@ -183,12 +186,24 @@ def _tower(
         n_head_kv=n_head,
         head_dim=dim,
         head_dim_v=dim,
-        n_vocab=1 if family.rotary else per_side**2,
+        n_vocab=1 if family.rope else per_side**2,
         n_ctx_train=1 << 20,
         norm_eps=keys.real("vision.attention.layer_norm_epsilon", 0.0, 1.0),
         norm=family.norm,
+        embedding_norm="token_embd_norm.weight" in tensors,
         causal=False,
     )
+
+
+def _axial(kind: RopeKind, dim: int) -> Rope:
+    """Return the rotation of a head of `dim` channels by row, and by column.
+
+    Pixtral ("norm") divides the frequencies of a whole head between the axes. Others ("neox") repeat those of
+    half a head.
+    """
+    of_head, of_half = (frequencies(ROPE_BASE, n).tolist() for n in (dim, dim // 2))
+    freq = (*of_head[::2], *of_head[1::2]) if kind == "norm" else (*of_half, *of_half)
+    return Rope(kind, dim, freq, axes=(0,) * (dim // 4) + (1,) * (dim // 4))
 
 
 def _activation(keys: Keys) -> FFNActivation:

@@ -5,9 +5,9 @@ normalised. The patches of an image token are adjacent, row by row. `Batch.token
 of the patches, `Batch.rotary` their rows and columns, `Batch.groups` their windows, and `Batch.outputs` the
 last patch of each image token. Names of values, in addition to the decoder's:
 
-    pixels  patches  [patches_1  patches_both: of two frames]  position_embd  inp
-    merged: the patches of a token side by side  [pooled: their mean  pooled_norm]
-    [mm_0  mm_0_act]  embeddings
+    pixels  patches  [patches_1  patches_both: of two frames]  [position_embd  inp]  [token_embd_norm]
+    [mm_input_norm]  merged: the patches of a token side by side  [pooled: their mean  pooled_norm]
+    [mm_patch_merger]  [mm_0  mm_0_act]  embeddings
 """
 
 from __future__ import annotations
@@ -41,9 +41,18 @@ def describe_encoder(config: VisionConfig, tensors: Mapping[str, TensorInfo]) ->
     for i, layer in enumerate(tower.layers):
         x = model.ffn(i, layer, x, model.attention(i, layer, x), None)
     model.where = {}
-    x = model.norm(x, "output_norm")
+    if config.projector != "pixtral":
+        x = model.norm(x, "output_norm")
+    elif "mm.input_norm.weight" in tensors:
+        x = model.norm(x, "mm.input_norm", "mm_input_norm")
+    merges = "mm.patch_merger.weight" in tensors
     merged = model.value("merged", config.merge**2 * tower.n_embd)
-    _project(model, config, model.add(ops.SelectOutputs(merged, x, config.merge**2)))
+    x = model.add(ops.SelectOutputs(merged, x, config.merge**2, by_channel=merges))
+    if merges:
+        x = model.linear(x, "mm.patch_merger", tower.n_embd, "mm_patch_merger")
+    _project(model, config, x)
+    if "token_embd.img_break" in tensors:  # the prompt has this token, with the text model's embedding
+        weights.bare("token_embd.img_break", config.n_out)
     weights.refuse_unused()
     return model.graph
 
@@ -55,11 +64,11 @@ def _embedded(model: Decoder, config: VisionConfig) -> Value:
     if config.family.twice:
         second = model.linear(pixels, SECOND_PATCHES, d, "patches_1")
         x = model.add(ops.Add(model.value("patches_both", d), x, second))
-    if config.family.rotary:
-        return x
-    table = model.weights.matrix("position_embd", d, config.tower.n_vocab)
-    positions = model.add(ops.Embed(model.value("position_embd", d), table))
-    return model.add(ops.Add(model.value("inp", d), x, positions))
+    if config.family.rope is None:
+        table = model.weights.matrix("position_embd", d, config.tower.n_vocab)
+        positions = model.add(ops.Embed(model.value("position_embd", d), table))
+        x = model.add(ops.Add(model.value("inp", d), x, positions))
+    return model.norm(x, "token_embd_norm") if config.tower.embedding_norm else x
 
 
 def _project(model: Decoder, config: VisionConfig, x: Value) -> None:
@@ -76,6 +85,9 @@ def _project(model: Decoder, config: VisionConfig, x: Value) -> None:
             )
             x, matrix = model.add(normed), model.weights.matrix("mm.input_projection", n_out, d)
             model.add(ops.TransposedLinear(model.value("embeddings", n_out), x, matrix))
+        case "pixtral":
+            x = model.activated(model.linear(x, "mm.1", n_out, "mm_1"), "gelu")
+            model.linear(x, "mm.2", n_out, "embeddings")
         case _:
             x = model.activated(model.linear(x, "mm.0", x.width, "mm_0"), "gelu")
             model.linear(x, "mm.2", n_out, "embeddings")
