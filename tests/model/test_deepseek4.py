@@ -1,4 +1,4 @@
-"""DeepSeek V4: required keys, contexts that its indexer would shorten, caches, and tables of experts.
+"""DeepSeek V4: required keys, blocks that its indexer chooses from, caches, and tables of experts.
 
 Its logits are compared with transformers' in tests/backends/test_architectures.py, its states in
 test_recurrent.py.
@@ -20,7 +20,7 @@ from fuzz import fuzz_reads
 import hotset
 from hotset.convert.hf import convert_hf
 from hotset.convert.hf_config import HFConfig
-from hotset.errors import ContextLengthError, FormatError, HotsetError, UnsupportedModelError
+from hotset.errors import FormatError, HotsetError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.formats.requantize import quantize
@@ -51,7 +51,7 @@ def changed(gguf: GGUFFile, **keys: Any) -> Any:
 
 
 def test_which_layers_have_blocks(gguf: GGUFFile) -> None:
-    config = config_from_gguf(gguf)
+    config = config_from_gguf(gguf).for_context(259)  # which needs no indexer
     assert [layer.block_size for layer in config.layers] == [0, 4, 16, 4]
     assert [layer.rope == config.layers[1].rope for layer in config.layers] == [False, True, True, True]
     graph = describe(config, gguf.tensors)
@@ -63,18 +63,13 @@ def test_which_layers_have_blocks(gguf: GGUFFile) -> None:
     assert Cost(graph, gguf.tensors).kv_bytes_per_token("f16") == (1 + 3 * 2) * of_token
 
 
-def test_contexts_in_which_the_indexer_would_choose_are_refused(gguf: GGUFFile) -> None:
-    assert config_from_gguf(gguf).n_ctx_max == 4 * (64 + 1) - 1
-    assert config_from_gguf(changed(gguf, attention__indexer__top_k=3)).n_ctx_max == 15
-    stripped = changed(gguf)
-    stripped.tensors = {name: info for name, info in gguf.tensors.items() if "indexer" not in name}
-    assert len(stripped.tensors) < len(gguf.tensors)
-    assert config_from_gguf(stripped).n_ctx_max == 4 * (64 + 1) - 1
-    path = gguf.paths[0]
-    with pytest.raises(ContextLengthError, match="lower n_ctx to 259"):
-        hotset.load(path, device="cpu", n_ctx=260)
-    with hotset.load(path, device="cpu", n_ctx=259, n_threads=1) as model:
-        assert np.isfinite(model.logits(tokens(259).tolist())).all()
+def test_only_blocks_that_overlap_are_chosen(gguf: GGUFFile) -> None:
+    indexing = config_from_gguf(gguf).indexing
+    assert indexing is not None
+    assert (indexing.size, indexing.owners, indexing.n_ctx) == (4, (None, 1, None, 3), 4 * (64 + 1) - 1)
+    indexing = config_from_gguf(changed(gguf, attention__indexer__top_k=3)).indexing
+    assert indexing is not None
+    assert indexing.n_ctx == 15
 
 
 @pytest.mark.parametrize(

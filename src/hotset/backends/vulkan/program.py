@@ -851,6 +851,8 @@ def missing_kernel(op: Primitive) -> str | None:
             return f"the activation {op.kind}"
         case Attention() if op.blocks is not None:
             return "attention to blocks"
+        case Attention() if op.chosen is not None:
+            return "attention to the keys that an indexer chose"
         case Rotate() if op.rope.every > 1:
             return "the rotation of blocks"
         case Route() if op.table is not None or op.scoring not in _SCORINGS:
