@@ -7,8 +7,8 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
+#include <utility>
 
 #include "../kernels/kernels.h"
 #include "../threads.h"
@@ -22,22 +22,47 @@ inline void copy_elements(int64_t n, int bytes, const uint8_t* in, int64_t in_st
         std::memcpy(out + i * out_stride * bytes, in + i * in_stride * bytes, size_t(bytes));
 }
 
-// Transpose n_rows rows of n elements: out[i * kKvBlockSize + r] = rows[r][i]. Writes whole words, so up to
-// seven columns after the last row get copies of it.
+#if defined(__GNUC__)  // also Clang
+// Transpose N rows of N elements, 16 bytes each, in place, by rounds that interleave the upper and the lower
+// half of the rows.
+template <class Lanes, int... I>
+inline void transpose_square(Lanes* row, std::integer_sequence<int, I...>) {
+    constexpr int N = sizeof...(I);
+    for (int round = 1; round < N; round *= 2) {
+        Lanes next[N];
+        for (int r = 0; r < N / 2; r++) {
+            const Lanes a = row[r], b = row[r + N / 2];
+            next[2 * r] = __builtin_shufflevector(a, b, (I / 2 + I % 2 * N)...);
+            next[2 * r + 1] = __builtin_shufflevector(a, b, (N / 2 + I / 2 + I % 2 * N)...);
+        }
+        std::copy_n(next, N, row);
+    }
+}
+#endif
+
+// Transpose n_rows rows of n elements: out[i * kKvBlockSize + r] = rows[r][i]. Up to 15 columns after the
+// last row get copies of it.
 template <class T>
 void rows_to_columns(const uint8_t* const* rows, int n_rows, int64_t n, uint8_t* out) {
-    static_assert(std::endian::native == std::endian::little);
-    constexpr int kPerWord = 8 / int(sizeof(T));
-    for (int first = 0; first < n_rows; first += kPerWord) {
-        const T* of[kPerWord];
-        for (int r = 0; r < kPerWord; r++)
-            of[r] = reinterpret_cast<const T*>(rows[std::min(first + r, n_rows - 1)]);
-        uint8_t* to = out + first * sizeof(T);
-        for (int64_t i = 0; i < n; i++, to += kKvBlockSize * sizeof(T)) {
-            uint64_t word = 0;
-            for (int r = 0; r < kPerWord; r++) word |= uint64_t(of[r][i]) << (8 * sizeof(T) * unsigned(r));
-            std::memcpy(to, &word, sizeof word);
+    constexpr int N = 16 / int(sizeof(T));
+    for (int first = 0; first < n_rows; first += N) {
+        const uint8_t* of[N];
+        for (int r = 0; r < N; r++) of[r] = rows[std::min(first + r, n_rows - 1)];
+        uint8_t* const to = out + first * sizeof(T);
+        int64_t i = 0;
+#if defined(__GNUC__)
+        typedef T Lanes __attribute__((vector_size(16)));
+        for (; i + N <= n; i += N) {
+            Lanes row[N];
+            for (int r = 0; r < N; r++) std::memcpy(&row[r], of[r] + i * sizeof(T), sizeof(Lanes));
+            transpose_square(row, std::make_integer_sequence<int, N>());
+            for (int j = 0; j < N; j++)
+                std::memcpy(to + (i + j) * kKvBlockSize * sizeof(T), &row[j], sizeof(Lanes));
         }
+#endif
+        for (; i < n; i++)
+            for (int r = 0; r < N; r++)
+                std::memcpy(to + (i * kKvBlockSize + r) * sizeof(T), of[r] + i * sizeof(T), sizeof(T));
     }
 }
 

@@ -28,6 +28,7 @@ from hotset.load_parameters import KVType
 from hotset.model.config import config_from_gguf
 from hotset.model.cost import Cost
 from hotset.model.decoder import describe
+from hotset.model.graph import Graph
 from hotset.model.operations import Attention, PoolBlocks
 from hotset.placement import ram
 
@@ -39,6 +40,11 @@ NAME = "deepseek4"
 @pytest.fixture
 def gguf(run_folder: Path) -> GGUFFile:
     return open_gguf(tiny_models.shared_gguf(NAME, run_folder))
+
+
+def whole_graph(gguf: GGUFFile) -> Graph:
+    """Return the graph of contexts in which a token attends to all blocks."""
+    return describe(config_from_gguf(gguf).for_context(259), gguf.tensors)
 
 
 def changed(gguf: GGUFFile, **keys: Any) -> Any:
@@ -132,7 +138,7 @@ def test_a_checkpoint_with_experts_that_there_are_not_is_refused(tmp_path: Path,
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0", "q8_0/q4_0", "q4_0/f16"])
 def test_every_cache_holds_blocks(gguf: GGUFFile, kv_type: KVType) -> None:
     """Compare each operation with the reference; taps and chunks of any size do not change results."""
-    graph, ids = describe(config_from_gguf(gguf), gguf.tensors), tokens(140)
+    graph, ids = whole_graph(gguf), tokens(140)
     backend = cpu_backend(gguf, graph, n_blocks=4, n_states=2, max_batch=140, n_threads=2, kv_type=kv_type)
     oracle = Oracle(gguf, graph, n_blocks=4, kv_type=kv_type, n_states=2)
     names, rows = tuple(value.name for value in graph.values), []
@@ -146,7 +152,7 @@ def test_every_cache_holds_blocks(gguf: GGUFFile, kv_type: KVType) -> None:
 
 
 def test_blocks_with_blocks_can_be_copied(gguf: GGUFFile) -> None:
-    graph, ids = describe(config_from_gguf(gguf), gguf.tensors), tokens(100)
+    graph, ids = whole_graph(gguf), tokens(100)
     one, other = (cpu_backend(gguf, graph, n_blocks=3, n_states=2, kv_type="q8_0") for _ in range(2))
     step = batch([(ids[:90], 0, [2, 0])]).with_states_of_rows(0)
     one.step(step)
@@ -239,7 +245,7 @@ def test_changing_one_token_changes_only_later_blocks(gguf: GGUFFile) -> None:
 
 def test_blocks_are_seen_beyond_the_window(gguf: GGUFFile) -> None:
     """Check that without blocks, tokens beyond every layer's window have no effect."""
-    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    graph = whole_graph(gguf)
     blind = replace(graph, ops=[replace(op, blocks=None, block_size=0) if isinstance(op, Attention) else op
                                 for op in graph.ops])  # fmt: skip
     ids, found = tokens(140), []

@@ -17,19 +17,29 @@ import pytest
 from backend_runs import batch, cpu_backend, tokens
 from cases import quick_are
 from derived_bounds import Oracle
+from drafters import Guesser, steady
+from fuzz import fuzz_reads
 from made_once import made_once
+from recurrent_runs import N_CTX as ENGINE_CTX
+from recurrent_runs import Unsteady, ask, assert_are_of_one_step, drain, prompt
 from tiny_gguf import with_other_keys
 
 import hotset
 from hotset import _core
+from hotset.backends.cpu.backend import CpuBackend
 from hotset.backends.reference import chosen_blocks
 from hotset.backends.torch.graph import TorchGraph
+from hotset.convert.hf_config import HFConfig
+from hotset.engine.engine import Engine
+from hotset.engine.speculation import Speculator
 from hotset.errors import ContextLengthError, FormatError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, ValueType, open_gguf
+from hotset.load_parameters import MOST_DRAFTED
 from hotset.model.config import config_from_gguf
 from hotset.model.cost import Cost, index_slots
 from hotset.model.decoder import describe
 from hotset.model.operations import Attention, Indexer
+from hotset.placement import ram
 
 torch = pytest.importorskip("torch")
 tiny_models = pytest.importorskip("tiny_models")
@@ -44,6 +54,8 @@ from transformers_oracle import (  # noqa: E402
     relative_error,
     run,
 )
+
+__all__ = ["steady"]  # the fixture
 
 
 @dataclass(frozen=True)
@@ -334,6 +346,39 @@ def test_bits_depend_on_no_cut_and_no_neighbour(gguf: GGUFFile, n_threads: int) 
                 np.testing.assert_array_equal(found, expected)
 
 
+# ---- an engine
+
+
+def engine_backend(gguf: GGUFFile, **options: Any) -> CpuBackend:
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    how = {"n_blocks": 16, "n_states": 40, "max_batch": 256, "kv_type": "f16", "n_threads": 2}
+    return cpu_backend(gguf, graph, **how | options)
+
+
+def test_preempted_and_cancelled_sequences_keep_their_bits(gguf: GGUFFile) -> None:
+    unsteady = Unsteady(engine_backend(gguf, n_blocks=4, max_batch=50), seed=3)
+    engine = Engine(unsteady, ENGINE_CTX)  # type: ignore[arg-type]
+    asked = [ask(engine, prompt(60, i), seed=i, max_tokens=50) for i in range(3)]
+    drain(engine)
+    assert engine.counters().preemptions > 0
+    assert unsteady.n_cancelled > 10
+    for sequence, rows in asked:
+        assert_are_of_one_step(engine_backend(gguf), sequence, rows)
+
+
+def test_drafted_tokens_that_turn_wrong_leave_no_trace(gguf: GGUFFile) -> None:
+    engine = Engine(engine_backend(gguf), ENGINE_CTX)
+    first, _ = ask(engine, prompt(100), temperature=0, max_tokens=50)
+    drain(engine)
+    guesser = Guesser(lambda _: first.generated, 260, 0.8)
+    engine = Engine(engine_backend(gguf), ENGINE_CTX, speculator=Speculator(guesser, MOST_DRAFTED))
+    sequence, rows = ask(engine, prompt(100), temperature=0, max_tokens=50)
+    drain(engine)
+    assert engine.counters().accepted_tokens > 0
+    assert sequence.tokens == first.tokens
+    assert_are_of_one_step(engine_backend(gguf), sequence, rows)
+
+
 # ---- models
 
 
@@ -356,13 +401,15 @@ def test_a_model_reuses_prefixes_and_a_cache_on_disk(gguf: GGUFFile, tmp_path: P
             assert (found.tokens, found.logprobs) == (first.tokens, first.logprobs)
 
 
-def test_a_memory_budget_gives_the_same_bits(gguf: GGUFFile) -> None:
-    ids = long_text(150)
-    found = []
-    for budget in (None, 1.0):
-        with hotset.load(gguf.path, device="cpu", n_threads=2, n_ctx=256, ram_budget=budget) as model:
-            found.append(model.logits(ids))
-    np.testing.assert_array_equal(*found)
+def test_a_memory_budget_changes_no_bit(gguf: GGUFFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ram, "own_memory", lambda: 0)
+    monkeypatch.setattr(ram, "PROGRAM", 0)
+    ids, settings = long_text(150), {"n_ctx": 256, "device": "cpu", "n_threads": 2}
+    with hotset.load(gguf.path, **settings) as mapped:
+        expected = mapped.logits(ids)
+    budget = fuzz_reads.least_budget(gguf.path, **settings)
+    with hotset.load(gguf.path, **settings, ram_budget=budget) as under:
+        np.testing.assert_array_equal(under.logits(ids), expected)
 
 
 def test_contexts_decide_whether_there_is_an_indexer(name: str, gguf: GGUFFile) -> None:
@@ -448,6 +495,32 @@ def test_layers_share_the_choice_of_an_earlier_one(run_folder: Path) -> None:
         metadata["glm-dsa.context_length"] = 1 << 20  # as GLM 5.2
         owners = config_from_gguf(broken).indexing
         assert owners is None  # layers 1 and 2 would have their own, and this file has none in layer 1
+
+
+def test_entries_of_config_json_say_which_layers_have_an_indexer() -> None:
+    entries: dict[str, Any] = {
+        "architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 5, "hidden_size": 64,
+        "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 99,
+        "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+        "v_head_dim": 16, "n_routed_experts": 8, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8,
+    }  # fmt: skip
+
+    def types(**more: Any) -> Any:
+        return HFConfig(entries | more).keys("glm-dsa", 1 << 20).get("glm-dsa.attention.indexer.types")
+
+    assert types() is None
+    assert types(indexer_types=["full", "full", "shared", "shared", "full"]) == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert types(index_topk_pattern="FSFSSF") == [True, False, True, False, False]
+    assert types(index_topk_freq=3) == [True, True, False, False, True]
+    for wrong in (["full"] * 4, ["full"] * 4 + ["none"], "FFFFX", [["full"]] * 5, 7):
+        with pytest.raises(FormatError, match=r"indexer_types in config\.json must hold"):
+            types(indexer_types=wrong)
 
 
 def test_devices_refuse_an_indexer_by_name(run_folder: Path) -> None:

@@ -215,6 +215,8 @@ def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineF
     prepared: for the choice. Raises UnsupportedModelError, ContextLengthError, OutOfMemoryError.
     """
     settings, gguf, config, weights = opened.settings, opened.gguf, opened.config, prepared.weights
+    if settings.n_ctx is not None:
+        config = config.for_context(settings.n_ctx)
     graph = describe(config, weights.tensors, prepared.predictor, choice.layer_thresholds)
     for op in graph.ops:
         if isinstance(op, Indexer) or (isinstance(op, Attention) and op.source is None):
