@@ -115,7 +115,7 @@ class KvRows {
     // slab.
     template <class F>
     void gather(const KvLayer& slab, int head, int n, F place) const {
-        const uint8_t *keys[kKvBlockSize], *scales[kKvBlockSize];
+        const uint8_t *keys[kKvBlockSize] = {}, *scales[kKvBlockSize] = {};
         for (int i = 0; i < n; i++) {
             const Place at = place(i);
             keys[i] = key(at, head);
@@ -149,7 +149,7 @@ class KvRows {
     uint16_t* value_scales(Place at, int head) const {
         return n_value_scales_ ? kv_.v_scale + row(at, head) * n_value_scales_ : nullptr;
     }
-    // Of the scales of one position in a slab.
+    // The distance between the scales of one position in a slab.
     int64_t value_scale_stride() const { return kv_.v_type == KvType::Q8_0 ? 1 : kKvBlockSize; }
 
     KvLayer kv_;

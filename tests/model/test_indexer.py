@@ -1,7 +1,7 @@
 """Indexers: the keys that a token attends to in contexts beyond the indexer's top-k.
 
 Logits and chosen keys are compared with transformers', at one to eight times the top-k. Ties, caches of every
-type, chunks, prefixes and budgets are compared with the reference or with the same tokens computed alone.
+type, chunks, prefixes and budgets are compared with the reference or with the same tokens in one step.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def gguf(name: str, run_folder: Path) -> Iterator[GGUFFile]:
 
 @dataclass
 class Expected:
-    """transformers' logits of a text, and what each of its indexers chose: [n_tokens, n_keys] flags."""
+    """A text, its logits by transformers, and the keys that each indexer chose: [n_tokens, n_keys] flags."""
 
     text: np.ndarray
     logits: np.ndarray
@@ -394,7 +394,7 @@ def test_a_model_reuses_prefixes_and_a_cache_on_disk(gguf: GGUFFile, tmp_path: P
     assert first.timings.reused_tokens == 0
     assert again.timings.reused_tokens == 192
     assert (first.tokens, first.logprobs) == (again.tokens, again.logprobs)
-    for n_reused in (0, 192):  # the second load reads what the first one wrote
+    for n_reused in (0, 192):  # the second load finds the blocks of the first
         with hotset.load(gguf.path, cache_dir=tmp_path, cache_disk=0.1, **how) as model:
             found = model.generate(ids, **asked)
             assert found.timings.reused_tokens == n_reused

@@ -105,7 +105,7 @@ def validated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 
 
 def without_indexer(config: ModelConfig) -> ModelConfig:
-    """Return the configuration of contexts that need no indexer, for which there is no kernel."""
+    """Return the configuration of short contexts. Vulkan has no kernel for an indexer."""
     return replace(config, indexing=None)
 
 
