@@ -723,6 +723,54 @@ void attention(const KvLayer& kv, int head, const int32_t* kv_blocks, int first,
     }
 }
 
+// Decode the keys at slots `at` to at + 16 of a KV block: decoded[d] has channel d of all of them.
+template <KvType kType>
+inline void decode_index_keys(const IndexKeys& of, const uint8_t* keys, const uint16_t* scales, int at,
+                              float (*decoded)[16]) {
+    for (int d = 0; d < of.head_dim; d++) {
+        V key;
+        if constexpr (kType == KvType::Q4_0) {
+            const int64_t row = d / 32 * 16 + d % 16;
+            key = V::load_nibbles(keys + row * of.slots + at, d % 32 / 16 * 4);
+        } else {
+            key = load_kv<kType>(keys, int64_t(d) * of.slots + at);
+        }
+        if constexpr (kType == KvType::Q4_0 || kType == KvType::Q8_0)
+            key = key * V::load_f16(scales + int64_t(d / 32) * of.slots + at);
+        key.store(decoded[d]);
+    }
+}
+
+void index_scores(const IndexKeys& of, int kv_block, int n, int n_head, const float* q, const float* weights,
+                  float* out) {
+    constexpr int kHeads = V::kRegisters == 1 ? 12 : 6;  // as many sums as fit in registers
+    const uint8_t* keys = of.keys + kv_block * of.block_bytes();
+    const uint16_t* scales = of.scales ? of.scales + kv_block * of.block_scales() : nullptr;
+    alignas(64) float decoded[kMaxHeadDim][16];
+    for (int at = 0; at < n; at += 16) {
+        with_type(of.type, [&]<KvType kType>() { decode_index_keys<kType>(of, keys, scales, at, decoded); });
+        V total = V::zero();
+        int head = 0;
+        auto heads = [&]<int R>() {
+            V acc[R];
+            for (int r = 0; r < R; r++) acc[r] = V::zero();
+            const float* of_heads = q + int64_t(head) * of.head_dim;
+            for (int d = 0; d < of.head_dim; d++) {
+                const V key = V::load(decoded[d]);
+                for (int r = 0; r < R; r++)
+                    acc[r] = fma(V::set(of_heads[int64_t(r) * of.head_dim + d]), key, acc[r]);
+            }
+            for (int r = 0; r < R; r++) total = fma(V::set(weights[head + r]), max(acc[r], V::zero()), total);
+            head += R;
+        };
+        while (head + kHeads <= n_head) heads.template operator()<kHeads>();
+        [&]<int... R>(std::integer_sequence<int, R...>) {
+            ((R + 1 == n_head - head && (heads.template operator()<R + 1>(), true)) || ...);
+        }(std::make_integer_sequence<int, kHeads - 1>());
+        total.store_n(out + at, imin(n - at, 16));
+    }
+}
+
 void merge_attention(int n_parts, const AttentionState* states, const float* parts, int64_t stride, int64_t n,
                      float* out) {
     float top = states[0].max;
@@ -1017,6 +1065,7 @@ inline Kernels float_kernel_table(const char* isa) {
     table.multiply = multiply_row;
     table.attention = attention;
     table.merge_attention = merge_attention;
+    table.index_scores = index_scores;
     table.store_key = store_key;
     table.store_value = store_value;
     table.hadamard = hadamard;

@@ -295,6 +295,19 @@ struct KvLayer {
     HOTSET_INLINE size_t v_block_bytes() const { return n_head_kv * v_slab_bytes(); }
 };
 
+// The index keys of one layer (operations.Indexer). A KV block has room for `slots` keys, a multiple of 16.
+// They are transposed like the keys of a KvLayer, with `slots` in place of 64 positions.
+struct IndexKeys {
+    KvType type = KvType::F16;
+    int head_dim = 0;
+    int slots = 0;
+    uint8_t* keys = nullptr;
+    uint16_t* scales = nullptr;  // [KV block][head_dim / 32][slots]
+
+    HOTSET_INLINE size_t block_bytes() const { return size_t(head_dim) * slots * bits_of(type) / 8; }
+    HOTSET_INLINE size_t block_scales() const { return size_t(head_dim / 32) * slots; }
+};
+
 // The running softmax of one query row: the maximum, and the sum of exp(score - max).
 struct AttentionState {
     float max;
@@ -393,6 +406,10 @@ struct Kernels {
     // Merge partial states in order: out[n] from n_parts states and rows of `stride` floats.
     void (*merge_attention)(int n_parts, const AttentionState* states, const float* parts, int64_t stride,
                             int64_t n, float* out);
+    // out[i] = the sum over heads h, in order, of weights[h] * max(0, q_h · key i) for the first n keys of a
+    // KV block. q: [n_head][head_dim]. Channels are added in order.
+    void (*index_scores)(const IndexKeys& keys, int kv_block, int n, int n_head, const float* q,
+                         const float* weights, float* out);
     void (*store_key)(const KvLayer& kv, int kv_block, int slot, int head, const float* k);
     void (*store_value)(const KvLayer& kv, int kv_block, int slot, int head, const float* v);
     // The normalised Walsh-Hadamard transform of each `width` of n values, in place. It is its own inverse.

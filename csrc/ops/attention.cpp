@@ -9,12 +9,16 @@
 //
 // Compressed blocks of tokens have keys in a cache of their own. Its KV block holds, contiguously, the keys
 // of the compressed blocks that end within its positions. A split attends to them after its tokens.
+//
+// In a layer with chosen keys (operations.Attention.chosen) the cache is by position (KvRows), and keys and
+// values are gathered into slabs. A token that leaves out no block attends as in other layers, with the same
+// bits. Otherwise splits are of the list of the positions that it attends to.
 #include <algorithm>
-#include <array>
-#include <string_view>
 
 #include "../facts.h"
 #include "key_bias.h"
+#include "kv_facts.h"
+#include "kv_rows.h"
 
 namespace hotset {
 namespace {
@@ -28,6 +32,8 @@ struct AttentionFacts {
     int blocks = -1;     // buffer with keys of compressed blocks; -1: none
     int block_size = 0;  // tokens per compressed block
     KvLayer block_kv;
+    int chosen = -1;      // buffer with the numbers of the blocks that a token attends to; -1: all
+    int chosen_size = 1;  // tokens per such block
     float scale = 1.0f;
     float softcap = 0.0f;       // 0: none
     int window = 0;             // 0: none
@@ -41,9 +47,6 @@ struct AttentionFacts {
     std::vector<float> sinks;   // per query head: a score without a value; empty: none
     std::vector<float> slopes;  // per query head: how fast scores fall with distance (ALiBi); empty: none
 };
-
-constexpr std::pair<std::string_view, KvType> kKvTypes[] = {
-    {"f32", KvType::F32}, {"f16", KvType::F16}, {"q8_0", KvType::Q8_0}, {"q4_0", KvType::Q4_0}};
 
 // Return the largest power of two that divides the head.
 constexpr int hadamard_width(int head_dim) {
@@ -67,6 +70,15 @@ class Attention : public Op {
         v_block_ = f_.kv.v_type == KvType::Q4_0 ? hadamard_width(f_.kv.head_dim_v) : 0;
         bias_floats_ = f_.bias.row_floats();
         max_splits_ = ceil_div(plan.max_kv_blocks(), kSplitKvBlocks);
+        if (f_.chosen >= 0) {
+            rows_ = KvRows(f_.kv), block_rows_ = KvRows(f_.block_kv);
+            n_chosen_ = int(plan.buffer(f_.chosen).width);
+            // Most positions of a token that leaves out no block, and of a list.
+            const int64_t whole = (int64_t(n_chosen_) + 1) * f_.chosen_size - 1;
+            const int64_t listed = f_.blocks < 0 ? whole : int64_t(f_.window) + n_chosen_;
+            const int64_t longest = int64_t(plan.max_kv_blocks()) * kKvBlockSize + n_compressed();
+            max_splits_ = ceil_div(std::min(longest, std::max(whole, listed)), kSplitTokens);
+        }
         max_split_units_ = 4 * plan.n_threads() + f_.kv.n_head_kv;
         most_chunk_units_ = ceil_div(int64_t(plan.max_tokens()) * f_.kv.n_head_kv, kMaxChunks);
     }
@@ -91,7 +103,8 @@ class Attention : public Op {
     // The keys and values of the chunk's first KV blocks. With few tokens these reads are too short for the
     // hardware prefetcher.
     bool prefetch(int phase, int chunk, int piece, const StepTokens& step) const override {
-        if (phase != 1 || step.n_tokens > kPrivateInputs || piece >= kPrefetchPieces || splits_apart(step))
+        if (phase != 1 || step.n_tokens > kPrivateInputs || piece >= kPrefetchPieces || f_.chosen >= 0 ||
+            splits_apart(step))
             return false;
         const int t = tile(step, chunk / f_.kv.n_head_kv).first, head = chunk % f_.kv.n_head_kv;
         const int64_t keys = int64_t(f_.kv.k_slab_bytes()), values = int64_t(f_.kv.v_slab_bytes());
@@ -117,7 +130,8 @@ class Attention : public Op {
         return {std::max(heads, splits) + size_t(f_.kv.head_dim) * (rows + 2), 0,
                 (query_floats() + part_rows() * (stride_ + 2) +
                  size_t(plan_.max_tokens()) * f_.n_head * bias_floats_) *
-                    sizeof(float)};
+                    sizeof(float),
+                f_.chosen < 0 ? 0 : std::max(rows_.slab_bytes(), block_rows_.slab_bytes())};
     }
 
   private:
@@ -156,7 +170,14 @@ class Attention : public Op {
         return found;
     }
 
-    int n_splits(const StepTokens& step) const { return ceil_div(step.n_positions, kSplitTokens); }
+    // The splits of tokens up to a position, `end` - 1. Some may be empty.
+    int splits_to(int end) const {
+        if (f_.chosen < 0) return ceil_div(end, kSplitTokens);
+        return std::min(max_splits_, ceil_div(end + n_compressed(), kSplitTokens));
+    }
+    // Most compressed blocks in a list.
+    int64_t n_compressed() const { return f_.blocks < 0 ? 0 : n_chosen_; }
+    int n_splits(const StepTokens& step) const { return splits_to(step.n_positions); }
     // With few tiles and a long context, the splits are distributed as well.
     bool splits_apart(const StepTokens& step) const {
         const int units = n_units(step), splits = n_splits(step);
@@ -216,14 +237,21 @@ class Attention : public Op {
             const float* values = v_block_ ? v + int64_t(i) * v_width
                                            : plan_.buffer(f_.v).row(t) + heads_kv.first * f_.kv.head_dim_v;
             for (int h = 0; h < heads_kv.count(); h++) {
-                plan_.kernels().store_key(f_.kv, kv_block, slot, heads_kv.first + h,
-                                          k + (int64_t(i) * heads_kv.count() + h) * dim);
-                plan_.kernels().store_value(f_.kv, kv_block, slot, heads_kv.first + h,
-                                            values + h * f_.kv.head_dim_v);
-                store_block(step, t, heads_kv.first + h, scratch);
+                store_at(f_.kv, rows_, {kv_block, slot}, heads_kv.first + h,
+                         k + (int64_t(i) * heads_kv.count() + h) * dim, values + h * f_.kv.head_dim_v,
+                         worker);
+                store_block(step, t, heads_kv.first + h, scratch, worker);
             }
         }
         worker.end_commit();
+    }
+
+    void store_at(const KvLayer& kv, const KvRows& rows, KvRows::Place place, int head, const float* k,
+                  const float* v, Worker& worker) const {
+        if (f_.chosen >= 0)
+            return rows.store(plan_.kernels(), rows.slab(worker.inputs.data()), place, head, k, v);
+        plan_.kernels().store_key(kv, place.kv_block, place.slot, head, k);
+        plan_.kernels().store_value(kv, place.kv_block, place.slot, head, v);
     }
 
     // Return the number of compressed blocks that end in this KV block, before position `within` of it.
@@ -233,19 +261,17 @@ class Attention : public Op {
     }
 
     // Store the key of the compressed block that ends at token t. It also serves as the value.
-    void store_block(const StepTokens& step, int t, int head, float* scratch) const {
+    void store_block(const StepTokens& step, int t, int head, float* scratch, Worker& worker) const {
         const int position = step.positions[t], index = position / kKvBlockSize, dim = f_.kv.head_dim;
         if (f_.blocks < 0 || (position + 1) % f_.block_size != 0) return;
         const int kv_block = kv_blocks(step, t)[index], slot = blocks_before(index, position % kKvBlockSize);
         const float* block = plan_.buffer(f_.blocks).row(t) + head * dim;
-        auto transformed = [&](int width) {
-            if (!width) return block;
+        if (k_block_ || v_block_) {  // equal if both are set, because the head sizes are equal
             std::copy_n(block, dim, scratch);
-            plan_.kernels().hadamard(dim, width, scratch);
-            return static_cast<const float*>(scratch);
-        };
-        plan_.kernels().store_key(f_.block_kv, kv_block, slot, head, transformed(k_block_));
-        plan_.kernels().store_value(f_.block_kv, kv_block, slot, head, transformed(v_block_));
+            plan_.kernels().hadamard(dim, std::max(k_block_, v_block_), scratch);
+        }
+        store_at(f_.block_kv, block_rows_, {kv_block, slot}, head, k_block_ ? scratch : block,
+                 v_block_ ? scratch : block, worker);
     }
 
     void head_rows(const StepTokens& step, int t, const float* x, int heads, const Norm& norm, float* scratch,
@@ -295,9 +321,107 @@ class Attention : public Op {
         return counts ? step.groups.data() + 2 * int64_t(t) : nullptr;
     }
 
+    // Whether a token at this position leaves out no block.
+    bool is_whole(int position) const {
+        return f_.chosen < 0 || (int64_t(position) + 1) / f_.chosen_size <= n_chosen_;
+    }
+
     // Attend all rows of a tile and KV head within one split.
-    void attend(const StepTokens& step, TokenTile tile, int head, int split, AttentionState* states,
-                float* out) const {
+    void attend(const StepTokens& step, TokenTile tile, int head, int split, Worker& worker,
+                AttentionState* states, float* out) const {
+        if (is_whole(step.positions[tile.first + tile.count - 1]))
+            return attend_whole(step, tile, head, split, worker, states, out);
+        for (int i = 0; i < tile.count; i++, states += group_, out += group_ * stride_) {
+            const TokenTile one{tile.first + i, 1, tile.sequence, tile.end};
+            if (is_whole(step.positions[one.first]))
+                attend_whole(step, one, head, split, worker, states, out);
+            else
+                attend_listed(step, one.first, head, split, worker, states, out);
+        }
+    }
+
+    // Attend a token's rows within one split of the list of positions that it attends to: the chosen blocks
+    // and the tokens after the last complete block or, with compressed blocks, the window and these blocks.
+    void attend_listed(const StepTokens& step, int t, int head, int split, Worker& worker,
+                       AttentionState* states, float* out) const {
+        const float* const numbers = plan_.buffer(f_.chosen).row(t);
+        const int32_t* const table = kv_blocks(step, t);
+        const int end = step.positions[t] + 1, size = f_.chosen_size, n_complete = end / size;
+        const int first_raw = f_.blocks < 0 ? n_complete * size
+                              : f_.window   ? std::max(end - f_.window, 0)
+                                            : 0;
+        const int n_raw = end - first_raw, n_tokens = f_.blocks < 0 ? n_chosen_ * size + n_raw : n_raw;
+        // The number of the j-th block. A straggler may read any value.
+        auto block = [&](int j) {
+            const float number = numbers[j];
+            return number >= 0.0f && number < float(n_complete) ? int(number) : 0;
+        };
+        auto place = [&](int position) {
+            return KvRows::Place{table[position / kKvBlockSize], position % kKvBlockSize};
+        };
+        auto token = [&](int j) {  // of the list
+            if (f_.blocks >= 0) return place(first_raw + j);
+            return place(j < n_chosen_ * size ? block(j / size) * size + j % size
+                                              : first_raw + j - n_chosen_ * size);
+        };
+        auto compressed = [&](int j) {
+            const int last = (block(j) + 1) * size - 1, index = last / kKvBlockSize;
+            return KvRows::Place{table[index], blocks_before(index, last % kKvBlockSize)};
+        };
+        Gathered rows(*this, step, t, head, worker, states, out);
+        const int n = n_tokens + int(n_compressed());
+        const int last = std::min(n, (split + 1) * kSplitTokens);
+        for (int j = split * kSplitTokens; j < last;) {
+            const bool raw = j < n_tokens;
+            const int count = std::min({kKvBlockSize, last - j, raw ? n_tokens - j : n - j});
+            if (raw)
+                rows.attend(rows_, count, [&](int i) { return token(j + i); });
+            else
+                rows.attend(block_rows_, count, [&](int i) { return compressed(j + i - n_tokens); });
+            j += count;
+        }
+    }
+
+    // The rows of one token and KV head, which attend to gathered keys.
+    class Gathered {
+      public:
+        Gathered(const Attention& op, const StepTokens& step, int t, int head, Worker& worker,
+                 AttentionState* states, float* out)
+            : op_(op), head_(head), memory_(worker.inputs.data()), states_(states), out_(out) {
+            for (int g = 0; g < op.group_; g++) {
+                q_[g] = op.query(t) + int64_t(head * op.group_ + g) * op.f_.kv.head_dim;
+                first_[g] = 0, at_[g] = step.positions[t];
+            }
+            call(op.rows_.slab(memory_), 0, false);  // initialises states and out
+        }
+
+        // place(i): where the i-th of n <= kKvBlockSize keys is.
+        template <class F>
+        void attend(const KvRows& rows, int n, F place) {
+            const KvLayer slab = rows.slab(memory_);
+            rows.gather(slab, head_, n, place);
+            call(slab, n, true);
+        }
+
+      private:
+        void call(const KvLayer& slab, int n, bool more) {
+            const int32_t kv_block = 0;
+            std::fill_n(last_, op_.group_, n);
+            op_.plan_.kernels().attention(slab, 0, &kv_block, 0, n, op_.group_, op_.f_.softcap, nullptr, {},
+                                          q_, first_, last_, at_, states_, out_, more);
+        }
+
+        const Attention& op_;
+        const int head_;
+        uint8_t* const memory_;
+        AttentionState* const states_;
+        float* const out_;
+        const float* q_[kMaxGroup];
+        int32_t first_[kMaxGroup], last_[kMaxGroup], at_[kMaxGroup];
+    };
+
+    void attend_whole(const StepTokens& step, TokenTile tile, int head, int split, Worker& worker,
+                      AttentionState* states, float* out) const {
         const float *q[kMaxGroup], *bias_rows[kMaxGroup];
         float slopes[kMaxGroup];
         int32_t first[kMaxGroup], last[kMaxGroup], at[kMaxGroup];
@@ -327,9 +451,32 @@ class Attention : public Op {
         begin = std::max(begin, split * kSplitTokens);
         end = std::min(end, (split + 1) * kSplitTokens);
         const BiasScores bias = f_.bias.empty() ? BiasScores{} : f_.bias.scores(head, bias_rows);
-        plan_.kernels().attention(f_.kv, head, kv_blocks(step, tile.first), begin, end, tile.count * group_,
-                                  f_.softcap, f_.slopes.empty() ? nullptr : slopes, bias, q, first, last, at,
-                                  states, out, false);
+        const int n_rows = tile.count * group_;
+        // Attend to slots [from, to) of the KV blocks in a table; the limits of rows count from its start.
+        auto attend = [&](const KvLayer& kv, const KvRows& rows, const int32_t* table, int from, int to,
+                          bool more) {
+            if (f_.chosen < 0)
+                return plan_.kernels().attention(
+                    kv, head, table, from, to, n_rows, f_.softcap, f_.slopes.empty() ? nullptr : slopes,
+                    more ? BiasScores{} : bias, q, first, last, at, states, out, more);
+            const KvLayer slab = rows.slab(worker.inputs.data());
+            const int32_t zero = 0;
+            auto call = [&](const int32_t* firsts, const int32_t* lasts, int begin, int end, bool more) {
+                plan_.kernels().attention(slab, 0, &zero, begin, end, n_rows, f_.softcap, nullptr, {}, q,
+                                          firsts, lasts, at, states, out, more);
+            };
+            if (!more) call(first, last, 0, 0, false);
+            int32_t from_slot[kMaxGroup], to_slot[kMaxGroup];
+            for (int start = from / kKvBlockSize * kKvBlockSize; start < to; start += kKvBlockSize) {
+                for (int row = 0; row < n_rows; row++)
+                    from_slot[row] = first[row] - start, to_slot[row] = last[row] - start;
+                const int end = std::min(to - start, kKvBlockSize);
+                rows.gather(slab, head, end,
+                            [&](int slot) { return KvRows::Place{table[start / kKvBlockSize], slot}; });
+                call(from_slot, to_slot, std::max(from - start, 0), end, true);
+            }
+        };
+        attend(f_.kv, rows_, kv_blocks(step, tile.first), begin, end, false);
         if (f_.blocks < 0) return;
         std::fill_n(first, tile.count * group_, 0);
         const int n_positions = step.positions[tile.first + tile.count - 1] + 1;
@@ -340,9 +487,7 @@ class Attention : public Op {
                 last[row] = blocks_before(kv_block, std::clamp(at[row] + 1 - start, 0, kKvBlockSize));
             const int n_blocks = *std::max_element(last, last + tile.count * group_);
             if (n_blocks)
-                plan_.kernels().attention(f_.block_kv, head, kv_blocks(step, tile.first) + kv_block, 0,
-                                          n_blocks, tile.count * group_, f_.softcap, nullptr, {}, q, first,
-                                          last, at, states, out, true);
+                attend(f_.block_kv, block_rows_, kv_blocks(step, tile.first) + kv_block, 0, n_blocks, true);
         }
     }
 
@@ -352,7 +497,7 @@ class Attention : public Op {
         const int rows = tile.count * group_;
         float* out = worker.results.as<float>();
         AttentionState* states = reinterpret_cast<AttentionState*>(out + int64_t(rows) * stride_);
-        attend(step, tile, unit % f_.kv.n_head_kv, split, states, out);
+        attend(step, tile, unit % f_.kv.n_head_kv, split, worker, states, out);
         if (!worker.begin_commit()) return;
         const int64_t at = (int64_t(unit) * max_splits_ + split) * tile_rows();
         std::copy_n(out, int64_t(rows) * stride_, this->parts() + at * stride_);
@@ -417,12 +562,13 @@ class Attention : public Op {
             const int32_t* group = group_of(step, t);
             last = std::max({last, step.positions[t] + 1, group ? group[1] : 0});
         }
-        const int splits = ceil_div(last, kSplitTokens);
+        const int splits = splits_to(last);
         float* parts = scratch;
         AttentionState* states = reinterpret_cast<AttentionState*>(parts + int64_t(splits) * rows * stride_);
         for (int split = 0; split < splits; split++) {
             if (worker.cancelled()) return false;
-            attend(step, tile, head, split, states + split * rows, parts + int64_t(split) * rows * stride_);
+            attend(step, tile, head, split, worker, states + split * rows,
+                   parts + int64_t(split) * rows * stride_);
         }
         merge_rows(rows, head, splits, parts, states, rows, reinterpret_cast<float*>(states + splits * rows),
                    out);
@@ -468,7 +614,9 @@ class Attention : public Op {
 
     const Plan& plan_;
     const AttentionFacts f_;
-    int group_;  // query heads per KV head
+    KvRows rows_, block_rows_;  // with chosen keys
+    int n_chosen_ = 0;          // most blocks that a token attends to
+    int group_;                 // query heads per KV head
     int tile_tokens_;
     int stride_;
     int k_block_, v_block_;  // channels that are transformed together; 0: no transform
@@ -477,28 +625,6 @@ class Attention : public Op {
     int max_split_units_;
     int most_chunk_units_;  // most units of one chunk
 };
-
-// "f16": keys and values; "q8_0/q4_0": keys, then values.
-std::array<KvType, 2> kv_types(const std::string& text) {
-    const size_t slash = text.find('/');
-    const std::string names[2] = {text.substr(0, slash),
-                                  slash == std::string::npos ? text : text.substr(slash + 1)};
-    std::array<KvType, 2> types;
-    for (int i = 0; i < 2; i++) {
-        const auto known = std::ranges::find(kKvTypes, names[i], [](const auto& pair) { return pair.first; });
-        require(known != std::end(kKvTypes), "a cache is F32, F16, Q8_0 or Q4_0");
-        types[i] = known->second;
-    }
-    return types;
-}
-
-uint16_t* scales_of(Facts& facts, const std::string& name, KvType type, int dim, size_t places) {
-    if (bits_of(type) > 8) return nullptr;
-    require(dim % 32 == 0, "a Q8_0 or Q4_0 cache needs heads of whole 32-blocks");
-    const std::span<uint8_t> scales = facts.writable_bytes(name.c_str());
-    require(scales.size() == places * (dim / 32) * sizeof(uint16_t), "a Q8_0 or Q4_0 cache has scales");
-    return reinterpret_cast<uint16_t*>(scales.data());
-}
 
 // Return the cache whose facts begin with `prefix`.
 KvLayer cache_of(Facts& facts, const std::string& prefix, int n_head_kv, int head_dim, int head_dim_v) {
@@ -574,6 +700,14 @@ static const Registered kAttention("attention", [](Facts& facts) -> std::unique_
                     facts.width(f.blocks) == int64_t(n_head_kv) * head_dim,
                 "compressed blocks must be as wide as keys and values, which the layer itself stores");
         f.block_kv = cache_of(facts, "block_", n_head_kv, head_dim, head_dim_v);
+    }
+    f.chosen = facts.buffer_or_none("chosen");
+    if (facts.has("chosen_size")) f.chosen_size = facts.integer("chosen_size", 1, INT32_MAX);
+    if (f.chosen >= 0) {
+        facts.of_all_tokens(f.chosen);
+        require(f.causal && f.k >= 0 && f.slopes.empty() && f.bias.empty() && f.first_seen == 0 &&
+                    (f.blocks < 0 ? f.window == 0 : f.chosen_size == f.block_size),
+                "chosen keys must be the layer's own, without a window, slopes or a bias");
     }
     return std::make_unique<Attention>(plan, std::move(f));
 });

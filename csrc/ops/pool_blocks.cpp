@@ -16,7 +16,7 @@ struct PoolFacts {
     int x = -1, scores = -1, out = -1;
     int size = 0, n_head = 0, dim_v = 0;
     bool overlaps = false;
-    std::vector<float> bias;  // [size][width of x]
+    std::vector<float> bias;  // [size][width of x]; empty without scores
     StateSlots states;
 };
 
@@ -44,12 +44,13 @@ class PoolBlocks : public HeadStates {
     // Add a token's channels, starting at `at`, to a block, with their scores.
     void take(int t, int within, int64_t at, float* block, float* scratch) const {
         const int dim = f_.dim_v;
-        const float *x = plan_.buffer(f_.x).row(t) + at, *scores = plan_.buffer(f_.scores).row(t) + at;
-        const float* bias = f_.bias.data() + within * plan_.buffer(f_.x).width + at;
+        const float* x = plan_.buffer(f_.x).row(t) + at;
+        const float* scores = f_.scores < 0 ? nullptr : plan_.buffer(f_.scores).row(t) + at;
+        const float* bias = f_.scores < 0 ? nullptr : f_.bias.data() + within * plan_.buffer(f_.x).width + at;
         float *highest = block, *total = block + dim, *sums = block + 2 * dim;
         float *kept = scratch, *own = scratch + dim;
         for (int c = 0; c < dim; c++) {
-            const float score = scores[c] + bias[c];
+            const float score = scores ? scores[c] + bias[c] : 0.0f;
             const float higher = total[c] > 0.0f && highest[c] > score ? highest[c] : score;
             kept[c] = total[c] > 0.0f ? highest[c] - higher : 0.0f;  // multiplied by a total of zero
             own[c] = score - higher;
@@ -70,15 +71,16 @@ class PoolBlocks : public HeadStates {
 
 static const Registered kPoolBlocks("pool_blocks", [](Facts& facts) -> std::unique_ptr<Op> {
     PoolFacts f;
-    f.x = facts.buffer("x"), f.scores = facts.buffer("scores"), f.out = facts.buffer("out");
-    for (int id : {f.x, f.scores, f.out}) facts.of_all_tokens(id);
+    f.x = facts.buffer("x"), f.scores = facts.buffer_or_none("scores"), f.out = facts.buffer("out");
+    for (int id : {f.x, f.scores, f.out})
+        if (id >= 0) facts.of_all_tokens(id);
     require(f.x != f.out && f.scores != f.out, "an operation with a state cannot write its input");
-    facts.same_shape(f.x, f.scores);
+    if (f.scores >= 0) facts.same_shape(f.x, f.scores);
     const int64_t width = facts.width(f.out);
     f.overlaps = facts.width(f.x) != width;
     require(facts.width(f.x) == width || facts.width(f.x) == 2 * width, "x must have one series or two");
     f.size = facts.integer("size", 1, INT32_MAX);
-    f.bias = facts.floats("bias", f.size * facts.width(f.x));
+    if (f.scores >= 0) f.bias = facts.floats("bias", f.size * facts.width(f.x));
     f.dim_v = int(std::min<int64_t>(width, kBlockChannels));
     while (width % f.dim_v) f.dim_v--;
     f.n_head = int(width / f.dim_v);

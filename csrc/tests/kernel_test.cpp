@@ -860,6 +860,32 @@ void test_row_tiles(const Kernels& kernels) {
                     test_attention(kernels, {type, type}, head_dim, rows, 200, window, 0.0f);
 }
 
+// Scores of an indexer, of some keys of a KV block. Not part of the reference's hash.
+void test_index_scores(const Kernels& kernels) {
+    for (const KvType type : {KvType::F32, KvType::F16, KvType::Q8_0, KvType::Q4_0})
+        for (int head_dim : {32, 128})
+            for (int n_head : {1, 5, 6, 13, 64}) {
+                KvLayer kv = {type, type, 1, head_dim, 0, nullptr, nullptr, nullptr, nullptr};
+                std::vector<uint8_t> codes(2 * kv.k_block_bytes());
+                std::vector<uint16_t> scales(2 * head_dim / 32 * kKvBlockSize);
+                kv.k = codes.data(), kv.k_scale = scales.data();
+                const std::vector<float> values = normals(kKvBlockSize * head_dim),
+                                         q = normals(n_head * head_dim), weights = normals(n_head);
+                for (int slot = 0; slot < kKvBlockSize; slot++)
+                    scalar_kernels()->store_key(kv, 1, slot, 0, &values[slot * head_dim]);
+                const IndexKeys keys = {type, head_dim, kKvBlockSize, kv.k, kv.k_scale};
+                for (int n : {1, 16, 50, 64}) {
+                    std::vector<float> got(n), want(n);
+                    kernels.index_scores(keys, 1, n, n_head, q.data(), weights.data(), got.data());
+                    scalar_kernels()->index_scores(keys, 1, n, n_head, q.data(), weights.data(), want.data());
+                    char detail[96];
+                    std::snprintf(detail, sizeof detail, "kv type %d, head_dim %d, %d heads, %d keys",
+                                  int(type), head_dim, n_head, n);
+                    expect_equal("index scores", kernels.isa, detail, got, want);
+                }
+            }
+}
+
 void test_newer_types(const Kernels& kernels) {
     for (int type = kLastHashed + 1; type < kTypeCount; type++)
         if (type_facts(Type(type)).block_bytes) test_type(kernels, Type(type));
@@ -889,6 +915,7 @@ int main(int argc, char** argv) {
             if (scalar_kernels()->linear[type]) test_extremes(*scalar_kernels(), Type(type));
     for (int i = n_tables > 1; i < n_tables; i++) {  // the reference with itself only if it is the only one
         test_row_tiles(*tables[i]);
+        test_index_scores(*tables[i]);
         test_newer_types(*tables[i]);
         test_all(*tables[i]);
         std::printf("%s: compared with the scalar reference, %d failures so far\n", tables[i]->isa, failures);

@@ -1,4 +1,4 @@
-"""DeepSeek V4: required keys, contexts that its indexer would shorten, caches, and tables of experts.
+"""DeepSeek V4: required keys, blocks that its indexer chooses from, caches, and tables of experts.
 
 Its logits are compared with transformers' in tests/backends/test_architectures.py, its states in
 test_recurrent.py.
@@ -20,7 +20,7 @@ from fuzz import fuzz_reads
 import hotset
 from hotset.convert.hf import convert_hf
 from hotset.convert.hf_config import HFConfig
-from hotset.errors import ContextLengthError, FormatError, HotsetError, UnsupportedModelError
+from hotset.errors import FormatError, HotsetError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.formats.requantize import quantize
@@ -28,6 +28,7 @@ from hotset.load_parameters import KVType
 from hotset.model.config import config_from_gguf
 from hotset.model.cost import Cost
 from hotset.model.decoder import describe
+from hotset.model.graph import Graph
 from hotset.model.operations import Attention, PoolBlocks
 from hotset.placement import ram
 
@@ -41,6 +42,11 @@ def gguf(run_folder: Path) -> GGUFFile:
     return open_gguf(tiny_models.shared_gguf(NAME, run_folder))
 
 
+def whole_graph(gguf: GGUFFile) -> Graph:
+    """Return the graph of contexts in which a token attends to all blocks."""
+    return describe(config_from_gguf(gguf).for_context(259), gguf.tensors)
+
+
 def changed(gguf: GGUFFile, **keys: Any) -> Any:
     """Return the file with other keys; None removes a key."""
     metadata = gguf.metadata | {f"deepseek4.{key.replace('__', '.')}": v for key, v in keys.items()}
@@ -51,7 +57,7 @@ def changed(gguf: GGUFFile, **keys: Any) -> Any:
 
 
 def test_which_layers_have_blocks(gguf: GGUFFile) -> None:
-    config = config_from_gguf(gguf)
+    config = config_from_gguf(gguf).for_context(259)  # which needs no indexer
     assert [layer.block_size for layer in config.layers] == [0, 4, 16, 4]
     assert [layer.rope == config.layers[1].rope for layer in config.layers] == [False, True, True, True]
     graph = describe(config, gguf.tensors)
@@ -63,18 +69,13 @@ def test_which_layers_have_blocks(gguf: GGUFFile) -> None:
     assert Cost(graph, gguf.tensors).kv_bytes_per_token("f16") == (1 + 3 * 2) * of_token
 
 
-def test_contexts_in_which_the_indexer_would_choose_are_refused(gguf: GGUFFile) -> None:
-    assert config_from_gguf(gguf).n_ctx_max == 4 * (64 + 1) - 1
-    assert config_from_gguf(changed(gguf, attention__indexer__top_k=3)).n_ctx_max == 15
-    stripped = changed(gguf)
-    stripped.tensors = {name: info for name, info in gguf.tensors.items() if "indexer" not in name}
-    assert len(stripped.tensors) < len(gguf.tensors)
-    assert config_from_gguf(stripped).n_ctx_max == 4 * (64 + 1) - 1
-    path = gguf.paths[0]
-    with pytest.raises(ContextLengthError, match="lower n_ctx to 259"):
-        hotset.load(path, device="cpu", n_ctx=260)
-    with hotset.load(path, device="cpu", n_ctx=259, n_threads=1) as model:
-        assert np.isfinite(model.logits(tokens(259).tolist())).all()
+def test_only_blocks_that_overlap_are_chosen(gguf: GGUFFile) -> None:
+    indexing = config_from_gguf(gguf).indexing
+    assert indexing is not None
+    assert (indexing.size, indexing.owners, indexing.n_ctx) == (4, (None, 1, None, 3), 4 * (64 + 1) - 1)
+    indexing = config_from_gguf(changed(gguf, attention__indexer__top_k=3)).indexing
+    assert indexing is not None
+    assert indexing.n_ctx == 15
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_a_checkpoint_with_experts_that_there_are_not_is_refused(tmp_path: Path,
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0", "q8_0/q4_0", "q4_0/f16"])
 def test_every_cache_holds_blocks(gguf: GGUFFile, kv_type: KVType) -> None:
     """Compare each operation with the reference; taps and chunks of any size do not change results."""
-    graph, ids = describe(config_from_gguf(gguf), gguf.tensors), tokens(140)
+    graph, ids = whole_graph(gguf), tokens(140)
     backend = cpu_backend(gguf, graph, n_blocks=4, n_states=2, max_batch=140, n_threads=2, kv_type=kv_type)
     oracle = Oracle(gguf, graph, n_blocks=4, kv_type=kv_type, n_states=2)
     names, rows = tuple(value.name for value in graph.values), []
@@ -151,7 +152,7 @@ def test_every_cache_holds_blocks(gguf: GGUFFile, kv_type: KVType) -> None:
 
 
 def test_blocks_with_blocks_can_be_copied(gguf: GGUFFile) -> None:
-    graph, ids = describe(config_from_gguf(gguf), gguf.tensors), tokens(100)
+    graph, ids = whole_graph(gguf), tokens(100)
     one, other = (cpu_backend(gguf, graph, n_blocks=3, n_states=2, kv_type="q8_0") for _ in range(2))
     step = batch([(ids[:90], 0, [2, 0])]).with_states_of_rows(0)
     one.step(step)
@@ -244,7 +245,7 @@ def test_changing_one_token_changes_only_later_blocks(gguf: GGUFFile) -> None:
 
 def test_blocks_are_seen_beyond_the_window(gguf: GGUFFile) -> None:
     """Check that without blocks, tokens beyond every layer's window have no effect."""
-    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    graph = whole_graph(gguf)
     blind = replace(graph, ops=[replace(op, blocks=None, block_size=0) if isinstance(op, Attention) else op
                                 for op in graph.ops])  # fmt: skip
     ids, found = tokens(140), []

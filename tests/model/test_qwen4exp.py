@@ -1,7 +1,6 @@
 """Qwen4-Exp, in addition to the tests of every architecture.
 
-Texts that end inside a sequence, refused keys and checkpoints, contexts longer than the indexer's choice, and
-tables of n-grams under a memory budget.
+Texts that end inside a sequence, refused keys and checkpoints, and tables of n-grams under a memory budget.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from transformers_oracle import BACKENDS, PLANS, TOLERANCE, open_backend, relati
 import hotset
 from hotset.backends.torch.graph import TorchGraph
 from hotset.convert.hf import convert_hf
-from hotset.errors import ContextLengthError, FormatError, HotsetError, UnsupportedModelError
+from hotset.errors import FormatError, HotsetError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, ValueType, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
@@ -72,14 +71,6 @@ def test_rows_equal_transformers(run_folder: Path) -> None:
     with hotset.load(gguf.path, device="cpu", n_threads=2, n_ctx=256) as model:
         found = model.taps(sequence.tolist(), [op.out.name])[op.out.name]
     np.testing.assert_array_equal(found, expected)
-
-
-def test_contexts_past_the_budget_of_the_indexer_are_refused(run_folder: Path) -> None:
-    path = tiny_models.shared_gguf("qwen4exp-pairs", run_folder)
-    with pytest.raises(ContextLengthError, match="longer than the 192 positions that this model can be"):
-        hotset.load(path, device="cpu", n_ctx=193)
-    with hotset.load(path, device="cpu", n_threads=1) as model:
-        assert model.n_ctx == 192
 
 
 def test_a_memory_budget_leaves_the_table_of_ngrams_in_the_file(run_folder: Path) -> None:

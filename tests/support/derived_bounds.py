@@ -36,6 +36,7 @@ from hotset.model.operations import (
     HeadDot,
     Heads,
     HyperConnection,
+    Indexer,
     LayerNorm,
     Linear,
     LowRank,
@@ -375,7 +376,7 @@ class Oracle(ReferenceBackend):
             return self._expected_channels(op, taps, batch, slots)
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
         match op:
-            case Embed() | NgramEmbed() | SelectOutputs() | Mask() | Threshold() | Heads():
+            case Embed() | NgramEmbed() | SelectOutputs() | Mask() | Threshold() | Heads() | Indexer():
                 return expected, -U * np.abs(expected)  # exactly
             case SoftCap():
                 return expected, soft_cap_bound(op.cap) + U * np.abs(expected)
@@ -509,8 +510,9 @@ class Oracle(ReferenceBackend):
         states[:] = before
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
         n = 2 * op.size if op.overlaps else op.size
-        bias = np.abs(self._weight(op.bias)).max()
-        largest = np.abs(taps[op.scores.id]).max() + bias
+        largest = 0.0
+        if op.scores is not None and op.bias is not None:
+            largest = np.abs(taps[op.scores.id]).max() + np.abs(self._weight(op.bias)).max()
         off = np.expm1(2 * n * (EXP + 2 * U) + 4 * n * U * largest)
         return expected, (2 * off + gamma(2 * n + 4)) * sums + n * TINY
 
@@ -692,11 +694,12 @@ class Oracle(ReferenceBackend):
         of_keys, of_values = self._formats
         roundings = op.head_dim + of_keys.rotated * TRANSFORM
         bound = np.empty((len(slots), op.n_head, op.head_dim_v))
-        for token, (seen, ago) in enumerate(seen_by(op, batch, slots)):
+        chosen = None if op.chosen is None else taps[op.chosen.id]
+        for token, (seen, ago) in enumerate(seen_by(op, batch, slots, chosen)):
             q = taps[op.q.id][token].reshape(op.n_head, op.head_dim) * op.scale
             sizes = spread(np.abs(q)) if of_keys.rotated else np.abs(q)
             q = hadamard(q) if of_keys.rotated else q
-            keys, values = self._seen(op, seen, slots[token])
+            keys, values = self._seen(op, seen, slots[token], None if chosen is None else chosen[token])
             for head in range(op.n_head):
                 k = keys[:, head // group].astype(np.float64)
                 v = values[:, head // group].astype(np.float64)

@@ -233,11 +233,15 @@ def write_llama(  # noqa: C901
 
 
 def with_other_keys(
-    path: Path, out: Path, keys: Mapping[str, Any], lists: ValueType | None = None
+    path: Path,
+    out: Path,
+    keys: Mapping[str, Any],
+    lists: ValueType | None = None,
+    without: str | None = None,
 ) -> GGUFFile:
     """Rewrite a file with other keys of its architecture; None removes one.
 
-    lists: the type of numbers in lists.
+    lists: the type of numbers in lists. without: tensors whose names contain this text are left out.
     """
     with open_gguf(path) as gguf:
         writer = GGUFWriter(out, gguf.architecture)
@@ -247,6 +251,7 @@ def with_other_keys(
                 is_list = key in given and isinstance(value, list)
                 writer.add(key, value, lists if is_list else None)
         for name, info in gguf.tensors.items():
-            writer.add_tensor(name, np.array(gguf.data(name)), info.type, info.shape)
+            if without is None or without not in name:
+                writer.add_tensor(name, np.array(gguf.data(name)), info.type, info.shape)
         writer.write()
     return open_gguf(out)

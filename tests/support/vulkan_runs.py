@@ -47,7 +47,7 @@ from hotset.errors import DeviceError, StepCancelledError
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.lora import FloatMatrix
 from hotset.formats.quants import GGMLType
-from hotset.model.config import config_from_gguf
+from hotset.model.config import ModelConfig, config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.model.operations import (
@@ -104,6 +104,11 @@ def validated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
         yield
 
 
+def without_indexer(config: ModelConfig) -> ModelConfig:
+    """Return the configuration of short contexts. Vulkan has no kernel for an indexer."""
+    return replace(config, indexing=None)
+
+
 def vulkan(
     gguf: GGUFFile,
     graph: Graph | None = None,
@@ -120,7 +125,7 @@ def vulkan(
     budget: bytes per device. hot: the device's neurons of split layers. expert_slots: per device; 0: it has
     all experts of its layers.
     """
-    graph = graph or describe(config_from_gguf(gguf), gguf.tensors)
+    graph = graph or describe(without_indexer(config_from_gguf(gguf)), gguf.tensors)
     name, n = f"vulkan:{find_device('vulkan').index}", graph.n_layer
     first = 0 if n_layers is None else n - n_layers
     owners = [CPU if i < first else (i - first) * n_devices // (n - first) for i in range(n)]

@@ -15,10 +15,11 @@ import numpy as np
 from hotset import _core
 from hotset.errors import InvalidRequestError
 from hotset.load_parameters import MOST_DRAFTED
+from hotset.model.cost import KV_BLOCK_SIZE
 from hotset.model.operations import Rope
 from hotset.offload.cache_stats import CacheStats
 
-BLOCK_SIZE = 64  # tokens per KV block
+BLOCK_SIZE = KV_BLOCK_SIZE  # tokens per KV block
 SAVED_TOKENS = MOST_DRAFTED + 1  # the state can be saved after each of a sequence's last 17 tokens in a step
 LOGIT_GROUP = 64  # adjacent logits of a row, of which a backend may find the largest
 N_CANDIDATES = 128  # the largest logits of a row, which a backend may return instead of all

@@ -74,6 +74,7 @@ class ReferenceBackend(WithoutDevices):
         # The same for the blocks of block attention, each at the slot of its last token.
         self._block_keys: dict[int, np.ndarray] = {}
         self._block_values: dict[int, np.ndarray] = {}
+        self._index_keys: dict[int, np.ndarray] = {}  # layer → [n_blocks * BLOCK_SIZE, head_dim]
         self.n_threads: int | None = None
         self.runtime = None
         self.notes: tuple[str, ...] = ()
@@ -90,6 +91,9 @@ class ReferenceBackend(WithoutDevices):
                 if op.blocks is not None:
                     self._block_keys[op.layer] = np.zeros_like(self._keys[op.layer])
                     self._block_values[op.layer] = np.zeros_like(self._values[op.layer])
+            elif isinstance(op, ops.Indexer):
+                check_cache(op, kv_type)
+                self._index_keys[op.layer] = np.zeros((n_blocks * BLOCK_SIZE, op.head_dim), stored_k)
 
     def cancel(self) -> None:
         """End the step in flight after its operation, from any thread. It raises StepCancelledError."""
@@ -100,6 +104,7 @@ class ReferenceBackend(WithoutDevices):
         self._weights.kept.clear()
         self._keys.clear()
         self._values.clear()
+        self._index_keys.clear()
         self._states.clear()
 
     def step(self, batch: Batch, x: np.ndarray | None = None) -> StepResult:
@@ -200,7 +205,10 @@ class ReferenceBackend(WithoutDevices):
                 return position_gain(op, batch.positions)
             case ops.Attention():
                 self._store(op, values, batch, [seen[-1] for seen in slots])
-                return self._attend(op, values[op.q.id], batch, slots)
+                chosen = None if op.chosen is None else values[op.chosen.id]
+                return self._attend(op, values[op.q.id], batch, slots, chosen)
+            case ops.Indexer():
+                return self._indexed(op, values, slots)
             case (
                 ops.NgramEmbed() | ops.ShortConv() | ops.DeltaNet() | ops.SelectiveScan() | ops.ChannelScan()
                 | ops.Wkv() | ops.PoolBlocks()
@@ -294,8 +302,10 @@ class ReferenceBackend(WithoutDevices):
             rows = np.concatenate([values[value.id] for value in op.inputs], axis=1)
             return self._through_states(op, rows, batch, lambda row, state: wkv(op, row, state))
         if isinstance(op, ops.PoolBlocks):
-            bias = self._weight(op.bias).reshape(op.size, -1)[batch.positions % op.size]
-            scores, begins = values[op.scores.id] + bias, batch.positions[:, None] % op.size == 0
+            scores, begins = np.zeros_like(values[op.x.id]), batch.positions[:, None] % op.size == 0
+            if op.scores is not None and op.bias is not None:
+                bias = self._weight(op.bias).reshape(op.size, -1)[batch.positions % op.size]
+                scores = values[op.scores.id] + bias
             rows = np.concatenate([values[op.x.id], scores, begins.astype(scores.dtype)], axis=1)
             return self._through_states(op, rows, batch, lambda row, state: pool_blocks(op, row, state))
         if isinstance(op, ops.ChannelScan):
@@ -387,23 +397,46 @@ class ReferenceBackend(WithoutDevices):
             self._block_keys[op.layer][own] = stored(blocks, of_keys)
             self._block_values[op.layer][own] = stored(blocks, of_values)
 
+    def _indexed(self, op: ops.Indexer, found: dict[int, np.ndarray], slots: list[np.ndarray]) -> np.ndarray:
+        """Store the index keys of a batch, and return the blocks that each token chooses."""
+        of_keys, _ = self._formats
+        self._index_keys[op.layer][[seen[-1] for seen in slots]] = stored(found[op.k.id], of_keys)
+        out = np.full((len(slots), op.out.width), -1, F32)
+        for token, seen in enumerate(slots):
+            query = found[op.q.id][token].reshape(op.n_head, op.head_dim)
+            query = hadamard(query) if of_keys.rotated else query
+            keys = self._index_keys[op.layer][seen[op.size - 1 :: op.size]].astype(F32)
+            weights = np.ones(op.n_head, F32) if op.weights is None else found[op.weights.id][token]
+            numbers = chosen_blocks(weights @ np.maximum(query @ keys.T, 0), op.out.width)
+            out[token, : len(numbers)] = numbers
+        return out
+
     def _seen(
-        self, op: ops.Attention, seen: np.ndarray, all_before: np.ndarray
+        self, op: ops.Attention, seen: np.ndarray, all_before: np.ndarray, chosen: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys and values that a token sees: of the slots `seen`, and of complete blocks.
 
-        all_before: the slots of positions 0 to its own.
+        all_before: the slots of positions 0 to its own. chosen: the blocks that it sees; None: all.
         """
         keys, values = self._keys[op.cache_layer][seen], self._values[op.cache_layer][seen]
         if op.blocks is None:
             return keys, values
         ends = all_before[op.block_size - 1 :: op.block_size]
+        if chosen is not None:
+            ends = ends[chosen[chosen >= 0].astype(np.int64)]
         return (
             np.concatenate([keys, self._block_keys[op.layer][ends]]),
             np.concatenate([values, self._block_values[op.layer][ends]]),
         )
 
-    def _attend(self, op: ops.Attention, q: np.ndarray, batch: Batch, slots: list[np.ndarray]) -> np.ndarray:
+    def _attend(
+        self,
+        op: ops.Attention,
+        q: np.ndarray,
+        batch: Batch,
+        slots: list[np.ndarray],
+        chosen: np.ndarray | None,
+    ) -> np.ndarray:
         """Compute the attention of each token, one at a time: [n_tokens, width]."""
         of_keys, of_values = self._formats
         group = op.n_head // op.n_head_kv  # query heads that share one head of keys and values
@@ -411,14 +444,14 @@ class ReferenceBackend(WithoutDevices):
         bias = None  # of the keys at all positions
         if of_keys.rotated and op.key_bias is not None:
             bias = bias_at(op, self._weight(op.key_bias.tensor), np.arange(max(map(len, slots))))
-        for token, (seen, ago) in enumerate(seen_by(op, batch, slots)):
+        for token, (seen, ago) in enumerate(seen_by(op, batch, slots, chosen)):
             query = q[token].reshape(op.n_head_kv, group, op.head_dim) * np.float32(op.scale)
             of_bias = None
             if bias is not None:
                 of_bias = query @ bias[batch.positions[token] - ago].transpose(1, 2, 0)
             if of_keys.rotated:
                 query = hadamard(query)
-            keys, values = self._seen(op, seen, slots[token])
+            keys, values = self._seen(op, seen, slots[token], None if chosen is None else chosen[token])
             past_k = keys.astype(np.float32).transpose(1, 2, 0)  # [n_head_kv, head_dim, n_seen]
             past_v = values.astype(np.float32).transpose(1, 0, 2)  # [n_head_kv, n_seen, head_dim_v]
             scores = query @ past_k
@@ -490,6 +523,19 @@ def hadamard(x: np.ndarray) -> np.ndarray:
     return (out * (F32(1) / np.sqrt(F32(width)))).reshape(x.shape)
 
 
+def chosen_blocks(scores: np.ndarray, top_k: int) -> np.ndarray:
+    """Return the numbers of the top_k highest scores, rising; of equal scores the first, and NaN last."""
+    best = np.argsort(-scores, kind="stable")[:top_k]
+    return np.sort(best)
+
+
+def positions_of(op: ops.Attention, chosen: np.ndarray, n_seen: int) -> np.ndarray:
+    """Return the positions of the chosen blocks, and those after the last complete block of n_seen tokens."""
+    blocks = chosen[chosen >= 0].astype(np.int64)
+    inside = blocks[:, None] * op.chosen_size + np.arange(op.chosen_size)
+    return np.append(inside.ravel(), np.arange(n_seen // op.chosen_size * op.chosen_size, n_seen))
+
+
 def _last_use(graph: Graph) -> dict[int, int]:
     uses: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
@@ -499,11 +545,11 @@ def _last_use(graph: Graph) -> dict[int, int]:
 
 
 def seen_by(
-    op: ops.Attention, batch: Batch, slots: list[np.ndarray]
+    op: ops.Attention, batch: Batch, slots: list[np.ndarray], chosen: np.ndarray | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield for each token the cache slots that it sees, and the distance back to each position.
 
-    slots: for each token, the slots of positions 0 to its own.
+    slots: for each token, the slots of positions 0 to its own. chosen: op.chosen's value, if there is one.
     """
     whole = dict(zip(batch.sequences.tolist(), slots, strict=True))  # the slots of a sequence's last token
     for token, sequence in enumerate(batch.sequences.tolist()):
@@ -518,7 +564,10 @@ def seen_by(
             if op.groups == "also":
                 start, end = min(start, first), max(end, len(seen))
             seen, first = whole[sequence][:end], start
-        yield seen[first:], own - np.arange(first, len(seen))
+        positions = np.arange(first, len(seen))
+        if chosen is not None and op.blocks is None:
+            positions = positions_of(op, chosen[token], len(seen))
+        yield seen[positions], own - positions
 
 
 def _counts_of(ffn: ops.Ffn, values: dict[int, np.ndarray], sparse: bool) -> tuple[int, ...]:

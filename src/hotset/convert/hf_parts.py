@@ -14,6 +14,7 @@ from hotset.convert.hf_values import ATTENTION_TYPES, checked_types, integer, nu
 from hotset.convert.sources import Origin, Source, Stack, Table
 from hotset.errors import FormatError, UnsupportedModelError
 from hotset.model.keys import LLAMA3_FACTORS, MAX_HEAD_DIM, MAX_STREAMS, YARN_LOG_MULTIPLIER
+from hotset.parameters import shown
 
 
 class LatentPart(FamilyPart):
@@ -93,7 +94,7 @@ class PlainLatent(LatentPart):
 
 
 class IndexedLatent(LatentPart):
-    """Latent attention with an indexer, which chooses the keys that a token sees (Architecture.indexed)."""
+    """Latent attention with an indexer, which chooses the keys that a token sees (model/indexing.py)."""
 
     def __init__(self, facts: Facts) -> None:
         super().__init__(facts)
@@ -102,9 +103,8 @@ class IndexedLatent(LatentPart):
 
     def keys(self) -> dict[str, Any]:
         config = self.facts.raw
-        if config.get("indexer_types") not in (None, ["full"] * self.facts.n_layer):
-            raise UnsupportedModelError("layers without an indexer of their own are not supported")
-        return {
+        own = _own_indexers(config, self.facts.n_layer)
+        return ({} if own is None else {"attention.indexer.types": own}) | {
             "attention.indexer.head_count": self.n_index_head,
             "attention.indexer.key_length": self.index_dim,
             "attention.indexer.top_k": integer(config, "index_topk"),
@@ -117,6 +117,25 @@ class IndexedLatent(LatentPart):
             "indexer.k_norm": (self.index_dim,),
             "indexer.proj": (self.n_index_head, self.facts.n_embd),
         }
+
+
+def _own_indexers(config: dict[str, Any], n_layer: int) -> list[bool] | None:
+    """Return whether each layer has its own indexer, or None if config.json says nothing about it."""
+    types = config.get("indexer_types") or config.get("index_topk_pattern")
+    if types is not None:
+        known = {"full": True, "F": True, "shared": False, "S": False}
+        is_known = isinstance(types, str | list) and all(isinstance(t, str) and t in known for t in types)
+        if not is_known or len(types) < n_layer:
+            raise FormatError(
+                f"indexer_types in config.json must hold full or shared for {n_layer} layers, not "
+                f"{shown(types)}"
+            )
+        return [known[each] for each in types[:n_layer]]
+    if config.get("index_topk_freq") is None:
+        return None
+    period = integer(config, "index_topk_freq")
+    offset = integer(config, "index_skip_topk_offset", 2, low=0)
+    return [max(i - offset + 1, 0) % period == 0 for i in range(n_layer)]
 
 
 class CompressedPart(FamilyPart):

@@ -24,7 +24,7 @@ from hotset.model.config import ModelConfig
 from hotset.model.cost import Cost, check_cache
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
-from hotset.model.operations import Attention
+from hotset.model.operations import Attention, Indexer
 from hotset.model.predictor import Predictor
 from hotset.offload.weight_store import Use, sizes_of
 from hotset.settings import LoadSettings
@@ -218,7 +218,10 @@ class Decided:
             "n_states": _n_states(settings, self.cost, n_ctx),
         }  # fmt: skip
         config = self.config.for_context(n_ctx)
-        return replace(self, **sizes) if config is self.config else self.changed(config=config, **sizes)
+        if config is self.config:
+            return replace(self, **sizes)
+        changed = self.changed(config=config, **sizes)
+        return replace(changed, cost=Cost(changed.graph, self.weights.tensors))
 
 
 def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineFacts) -> Decided:
@@ -227,9 +230,11 @@ def decide(opened: Opened, choice: Choice, prepared: Prepared, machine: MachineF
     prepared: for the choice. Raises UnsupportedModelError, ContextLengthError, OutOfMemoryError.
     """
     settings, gguf, config, weights = opened.settings, opened.gguf, opened.config, prepared.weights
+    if settings.n_ctx is not None:
+        config = config.for_context(settings.n_ctx)
     graph = describe(config, weights.tensors, prepared.predictor, choice.layer_thresholds)
     for op in graph.ops:
-        if isinstance(op, Attention) and op.source is None:
+        if isinstance(op, Indexer) or (isinstance(op, Attention) and op.source is None):
             check_cache(op, settings.kv_type)
     cost = Cost(graph, weights.tensors)
     free = machine.free - machine.reserved.total
@@ -352,9 +357,13 @@ def with_applied(decided: Decided, thresholds: Thresholds, plan: ChannelPlan) ->
 def longest_default(opened: Opened, graph: Graph, machine: MachineFacts) -> int | None:
     """Return the longest default context, or None without such a limit.
 
-    The limit applies to encoders, on devices, with draft models, and if the free memory is unknown.
+    The limit applies to encoders, on devices, with draft models, and if the free memory is unknown. Devices
+    without a kernel for the model's indexer get the contexts that need none.
     """
     is_short = opened.devices or graph.is_encoder or machine.reserved.drafter or math.isinf(machine.free)
+    indexing, device = opened.config.indexing, opened.capabilities
+    if indexing is not None and device is not None and Indexer not in device.operations:
+        return min(DEFAULT_N_CTX, indexing.n_ctx)
     return DEFAULT_N_CTX if is_short else None
 
 

@@ -100,9 +100,10 @@ class Architecture:
     latent_eps: epsilon of the latent vectors' norms in models with MLA (see config.Latent), regardless of the
       file's epsilon; None: no MLA.
     tempered: queries grow with their position (attention.temperature_scale), one step per length given by
-      this key (see operations.PositionGain); None: they do not. indexed: an indexer chooses the keys that a
-      token attends to, if there are more than attention.indexer.top_k. hotset does not compute it and rejects
-      longer contexts.
+      this key (see operations.PositionGain); None: they do not. indexer: an indexer chooses the keys that a
+      token attends to, if there are more than attention.indexer.top_k (see config.Indexing); the layout in
+      which its queries and keys are rotated. None: no indexer. shared_indexers: a layer may use the choice of
+      an earlier layer (attention.indexer.types).
     predictor_input: the input of a published predictor (fc1, fc2): the residual stream after attention or at
       the layer's input, never the normalised input of the FFN.
     experts: defaults of files with experts; None: the architecture has none.
@@ -145,8 +146,7 @@ class Architecture:
       and the last layers attend to other layers' keys and values (see AltUp and LayerConfig.source).
     hyper: layers have several residual streams, which each part of a layer reads, writes and mixes (see
       Hyper). compressed: attention has one head of keys that are also its values, and keys of compressed
-      blocks (see Compressed). If blocks overlap, an indexer chooses among them, with the limit described at
-      `indexed`.
+      blocks (see Compressed). If blocks overlap, the indexer chooses among them.
     window_heads: heads of layers with a window have another size, the number of KV heads differs between
       layers, and layers without attn_v use keys as values; layers may have a per-layer embedding of each
       token and a scale of their result (`layer_output_scale`), and the last ones may attend to other layers'
@@ -189,7 +189,8 @@ class Architecture:
     narrow_scale_at: int | None = None
     latent_eps: float | None = None
     tempered: str | None = None
-    indexed: bool = False
+    indexer: RopeKind | None = None
+    shared_indexers: bool = False
     predictor_input: PredictorInput = "ffn_inp"
     experts: ExpertDefaults | None = None
     output_norm: str | None = "output_norm"
@@ -373,10 +374,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         latent_eps=1e-6, tempered="attention.temperature_length",
         experts=ExpertDefaults(optional=True, group_best=2),
     ),
-    "deepseek32": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
-    "glm-dsa": Architecture(latent_eps=1e-6, indexed=True, experts=ExpertDefaults(scoring="sigmoid")),
+    "deepseek32": Architecture(latent_eps=1e-6, indexer="neox", experts=ExpertDefaults(scoring="sigmoid")),
+    "glm-dsa": Architecture(
+        latent_eps=1e-6, indexer="norm", shared_indexers=True, experts=ExpertDefaults(scoring="sigmoid"),
+    ),
     "deepseek4": Architecture(  # V4
-        sinks=True, hyper=True, compressed=True, experts=ExpertDefaults(scoring="sqrt_softplus"),
+        sinks=True, hyper=True, compressed=True, indexer="norm",
+        experts=ExpertDefaults(scoring="sqrt_softplus"),
     ),
     "mpt": Architecture(
         rope=None, norm="layer", norm_bias=False, gated=False, activation=GELU, alibi=None
@@ -443,7 +447,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen4exp": Architecture(
         rope="neox", qk_norm="head", pre_norm=False, output_norm="output_hc", delta_net="tiled",
-        delta_gate="sigmoid", attention_gate=True, gated_streams=True, ngrams=True, indexed=True,
+        delta_gate="sigmoid", attention_gate=True, gated_streams=True, ngrams=True, indexer="neox",
         experts=ExpertDefaults(gated_share=True),
     ),
     "kimi-linear": Architecture(

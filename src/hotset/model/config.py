@@ -33,6 +33,7 @@ from hotset.model.architectures import (
     row_of,
 )
 from hotset.model.experts import Experts, experts_of, with_tables
+from hotset.model.indexing import Indexing, indexing_of
 from hotset.model.keys import (
     EPSILON_KEYS,
     MAX_CONV_KERNEL,
@@ -216,7 +217,8 @@ class ModelConfig:
     part of the model. slopes: see operations.Attention. query_gain: beta and length of the
     operations.PositionGain that multiplies queries; None: no gain. n_embd_layer: width of the per-layer
     embedding of a token; 0: none. sections: pairs of channels for time, row and column of a rotary position,
-    which only tokens of images need; empty: all tokens rotate by their index. See Architecture for the rest.
+    which only tokens of images need; empty: all tokens rotate by their index. indexing:
+    None: a token attends to all keys. See Architecture for the rest.
     """
 
     architecture: str
@@ -259,6 +261,7 @@ class ModelConfig:
     causal: bool = True
     query_gain: tuple[float, int] | None = None
     sections: tuple[int, ...] = ()
+    indexing: Indexing | None = None
 
     @property
     def n_layer(self) -> int:
@@ -277,7 +280,12 @@ class ModelConfig:
     @property
     def n_recurrent(self) -> int:
         """Return how many layers have a recurrent state, instead of keys and values or in addition."""
-        return sum(layer.mixer is not None or layer.block_size > 0 for layer in self.layers)
+        pools = self.indexing is not None and self.indexing.size > 1
+        owners = set(self.indexing.owners) if self.indexing is not None and pools else set()
+        return sum(
+            layer.mixer is not None or layer.block_size > 0 or i in owners
+            for i, layer in enumerate(self.layers)
+        )
 
     @property
     def activation(self) -> FFNActivation:
@@ -318,12 +326,15 @@ class ModelConfig:
         return replace(self, layers=tuple(layers))
 
     def for_context(self, n_ctx: int) -> ModelConfig:
-        """Return the configuration with the rotation for contexts of n_ctx tokens."""
-        if self.long_rope is None or n_ctx <= self.long_rope.n_ctx:
-            return self
-        rope = self.long_rope.rope
-        layers = tuple(layer if layer.rope is None else replace(layer, rope=rope) for layer in self.layers)
-        return replace(self, layers=layers, long_rope=None)
+        """Return the configuration for contexts of n_ctx tokens: their rotation, and an indexer if needed."""
+        config = self
+        if config.indexing is not None and n_ctx <= config.indexing.n_ctx:
+            config = replace(config, indexing=None)
+        if config.long_rope is None or n_ctx <= config.long_rope.n_ctx:
+            return config
+        rope = config.long_rope.rope
+        layers = tuple(layer if layer.rope is None else replace(layer, rope=rope) for layer in config.layers)
+        return replace(config, layers=layers, long_rope=None)
 
 
 def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelConfig:
@@ -348,6 +359,8 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
     n_embd = keys.integer("embedding_length", 1, 1 << 20)
     n_head, n_head_kv, head_dim, head_dim_v = _heads(keys, architecture, n_layer, n_embd)
     n_ctx_train = _context(gguf, keys, architecture)
+    indexing = indexing_of(gguf, keys, architecture, n_layer, head_dim)
+    is_indexed = indexing is not None and indexing.is_stored(gguf.tensors)
     override = None if activation is None else parse_activation(activation)
     config = ModelConfig(
         architecture=name,
@@ -361,7 +374,11 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         head_dim_v=head_dim_v,
         n_vocab=_vocabulary(gguf),
         n_ctx_train=n_ctx_train,
-        n_ctx_max=_longest_context(gguf, keys, architecture, n_layer, head_dim),
+        n_ctx_max=n_ctx_train
+        if architecture.first_position is not None
+        else indexing.n_ctx
+        if indexing is not None and not is_indexed
+        else None,
         norm_eps=_norm_eps(keys, architecture),
         norm=architecture.norm,
         norm_bias=architecture.norm_bias,
@@ -396,6 +413,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         causal=keys.flag("attention.causal", architecture.causal),
         query_gain=_query_gain(keys, architecture),
         sections=_sections(keys),
+        indexing=indexing if is_indexed else None,
     )
     if not config.causal and (config.n_recurrent or config.altup is not None):
         raise UnsupportedModelError(
@@ -764,23 +782,6 @@ def _query_gain(keys: Keys, architecture: Architecture) -> tuple[float, int] | N
         return None
     beta = keys.real("attention.temperature_scale", 0.0, 1e3, 0.0)
     return (beta, keys.integer(architecture.tempered, 1, (1 << 31) - 1)) if beta else None
-
-
-def _longest_context(
-    gguf: GGUFFile, keys: Keys, architecture: Architecture, n_layer: int, head_dim: int
-) -> int | None:
-    """Return the longest context, in tokens, that hotset computes as the model defines it; None: no limit."""
-    if architecture.first_position is not None:
-        return _context(gguf, keys, architecture)
-    if architecture.compressed:
-        # Layers with overlapping blocks have an indexer (hotset does not read its tensors). It selects all
-        # complete blocks while there are at most top_k.
-        kv = [gguf.tensors.get(f"blk.{i}.attn_compressor_kv.weight") for i in range(n_layer)]
-        overlaps = [info is not None and info.shape[1:] == (2 * head_dim,) for info in kv]
-        sizes = zip(_block_sizes(keys, architecture, n_layer), overlaps, strict=True)
-        size = min((n for n, overlap in sizes if n and overlap), default=0)
-        return size * (keys.integer("attention.indexer.top_k", 1, 1 << 31) + 1) - 1 if size else None
-    return keys.integer("attention.indexer.top_k", 1, 1 << 31) if architecture.indexed else None
 
 
 def _masked(metadata: Mapping[str, Any]) -> bool:

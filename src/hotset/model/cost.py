@@ -20,10 +20,15 @@ from hotset.model.operations import (
     Attention,
     ExpertLinear,
     ExpertSum,
+    Indexer,
 )
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
+
+
+KV_BLOCK_SIZE = 64  # tokens per KV block
+_KEYS_AT_ONCE = 16  # index keys of a KV block are padded to a multiple of this
 
 
 class KVFormat(NamedTuple):
@@ -59,9 +64,13 @@ def kv_formats(kv_type: KVType) -> tuple[KVFormat, KVFormat]:
     return KV_FORMATS[keys], KV_FORMATS[values]
 
 
-def check_cache(op: Attention, kv_type: KVType) -> None:
+def check_cache(op: Attention | Indexer, kv_type: KVType) -> None:
     """Raise UnsupportedModelError if the heads are not a multiple of the format's block size."""
-    sides = zip(("keys", "values"), kv_names(kv_type), (op.head_dim, op.head_dim_v), strict=True)
+    of_keys, of_values = kv_names(kv_type)
+    if isinstance(op, Indexer):
+        sides = [("index keys", of_keys, op.head_dim)]
+    else:
+        sides = [("keys", of_keys, op.head_dim), ("values", of_values, op.head_dim_v)]
     for side, name, dim in sides:
         if dim % (n_channels := KV_FORMATS[name].n_channels):
             raise UnsupportedModelError(
@@ -81,6 +90,7 @@ class Cost:
 
     def __init__(self, graph: Graph, tensors: Mapping[str, TensorInfo]) -> None:
         self._attentions = [op for op in graph.ops if isinstance(op, Attention)]
+        self._indexers = [op for op in graph.ops if isinstance(op, Indexer)]
         self._linear_flops = 2 * sum(op.multiplications for op in graph.primitives)
         self.state_bytes = sum(4 * math.prod(op.state_shape) for op in graph.recurrent)
         self._weight_bytes: Counter[GGMLType] = Counter()
@@ -106,11 +116,14 @@ class Cost:
     def kv_bytes_per_token(self, kv_type: KVType) -> int:
         """Return the bytes of a token in the cache of all layers. An encoder's layers share one cache."""
         own = [op for op in self._attentions if op.source is None]
-        return sum(kv_bytes(op, kv_type) for op in own if op.causal or op is own[0])
+        of_keys = sum(kv_bytes(op, kv_type) for op in own if op.causal or op is own[0])
+        return of_keys + sum(index_bytes(op, kv_type) for op in self._indexers)
 
     def kv_bytes_read(self, depth: float, kv_type: KVType) -> float:
-        """Return the bytes of keys and values that a token at `depth` (perhaps a mean depth) reads."""
-        return sum(_key_bytes(op, kv_type) * op.n_visible(depth) for op in self._attentions)
+        """Return the bytes of keys, values and index keys that a token at `depth` (a mean, perhaps) reads."""
+        return sum(_key_bytes(op, kv_type) * op.n_visible(depth) for op in self._attentions) + sum(
+            index_bytes(op, kv_type) * (depth + 1) for op in self._indexers if depth >= op.n_ctx
+        )
 
     def bytes_per_token(self, depth: float, kv_type: KVType, batch: int = 1) -> float:
         """Return the bytes that a token at `depth` reads if `batch` sequences share the weights."""
@@ -122,12 +135,30 @@ class Cost:
         attention = sum(
             2 * op.n_head * (op.head_dim + op.head_dim_v) * op.n_visible(depth) for op in self._attentions
         )
-        return self._linear_flops + attention
+        scores = sum(
+            2 * op.n_head * op.head_dim * ((depth + 1) // op.size)
+            for op in self._indexers
+            if depth >= op.n_ctx
+        )
+        return self._linear_flops + attention + scores
 
 
 def kv_bytes(op: Attention, kv_type: KVType) -> int:
     """Return the bytes of a token in the cache of one layer. Blocks of keys get as much room as tokens."""
     return _key_bytes(op, kv_type) * (1 if op.blocks is None else 2)
+
+
+def index_slots(size: int) -> int:
+    """Return how many index keys a KV block has room for, one for each block of `size` tokens."""
+    n_keys = -(-KV_BLOCK_SIZE // size)
+    return -(-n_keys // _KEYS_AT_ONCE) * _KEYS_AT_ONCE
+
+
+def index_bytes(op: Indexer, kv_type: KVType) -> int:
+    """Return the bytes of a token in the cache of one layer's index keys."""
+    format, _ = kv_formats(kv_type)
+    n_bytes = op.head_dim * format.n_bytes // format.n_channels
+    return -(-n_bytes * index_slots(op.size) // KV_BLOCK_SIZE)
 
 
 def _key_bytes(op: Attention, kv_type: KVType) -> int:

@@ -57,6 +57,9 @@ tap. Names in brackets exist only in some models, and a prefix blk.N is written 
     [compressed keys: attn_q_a  attn_q_a_norm  attn_q  attn_q_norm  attn_kv  attn_kv_a_norm
     attn_compressor_kv attn_compressor_gate  attn_blocks  attn_compressor_norm, each _rope  attn_back
     attn_output_a_N]
+    [indexer: blk.N.indexer_q  indexer_k  indexer_weights  indexer_q_norm  indexer_k_norm, each _rope, or of
+    compressed keys indexer_compressor_kv  indexer_compressor_gate  indexer_blocks  indexer_compressor_norm
+    blk.N.indexer: the numbers of the chosen blocks]
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hotset.errors import UnsupportedModelError
 from hotset.model import operations as ops
@@ -78,6 +81,7 @@ from hotset.model.config import (
 )
 from hotset.model.experts import Experts
 from hotset.model.graph import Graph
+from hotset.model.indexing import Indexing
 from hotset.model.mixers import ChannelMixer, ConvMixer, RwkvMixer, StateSpaceMixer
 from hotset.model.operations import Value
 from hotset.model.predictor import Predictor
@@ -105,6 +109,7 @@ if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
 
 TOKEN_TYPES = "token_types"
+_INDEX_EPS = 1e-6  # of the norm of index keys next to latent attention, in every published model
 
 
 def describe(
@@ -231,6 +236,7 @@ class Decoder(GraphBuilder):
         self.first_seen = 0  # the first position with keys and values
         self._first_values: Value | None = None  # of the first layer, which later layers of RWKV 7 use
         self._stored: dict[int, tuple[Value, Value]] = {}  # layer → its keys and values
+        self._chosen: dict[int, Value] = {}  # layer → what its indexer chose
 
     # ---- the parts of a model
 
@@ -324,11 +330,13 @@ class Decoder(GraphBuilder):
     def _heads_attend(self, i: int, layer: LayerConfig, h: Value) -> Value:
         config, blk, gate = self.config, f"blk.{i}", None
         if config.compressed is not None:
-            return self._compressed_heads(f"blk.{i}", layer, config.compressed, h)
+            return self._compressed_heads(i, layer, config.compressed, h)
         n_head_kv, dim, dim_v = self._head_sizes(layer)
         if config.latent is not None:
-            q, k, v = self._latent_heads(h, blk, layer, config.latent)
+            q, k, v = self._latent_heads(h, i, layer, config.latent)
         else:
+            if self._owner(i) is not None:
+                self._choose_by_means(i, layer, h)
             has_own = f"{blk}.attn_gate.weight" in self.weights.tensors
             q, k, v = self._heads(h, blk, layer, gated=layer.attention_gate and not has_own)
             if layer.attention_gate:
@@ -355,7 +363,7 @@ class Decoder(GraphBuilder):
                 layer.attention_scale, layer.window, layer.attention_softcap,
                 self.weights.vector(f"{blk}.attn_sinks", config.n_head) if layer.sinks else None,
                 layer.source, config.slopes, config.causal, self.first_seen,
-                key_bias=self._key_bias(i, layer), groups=layer.groups, **self.where,
+                key_bias=self._key_bias(i, layer), groups=layer.groups, **self._choice(i), **self.where,
             )
         )  # fmt: skip
         if gate is not None:
@@ -367,12 +375,13 @@ class Decoder(GraphBuilder):
         attn = self._thresholded(attn, i, "attn_out")
         return self.linear(attn, f"{blk}.attn_output", config.n_embd, f"{blk}.attn_out")
 
-    def _compressed_heads(self, blk: str, layer: LayerConfig, sizes: Compressed, h: Value) -> Value:
+    def _compressed_heads(self, i: int, layer: LayerConfig, sizes: Compressed, h: Value) -> Value:
         """Add attention with one head of keys, which are also values, and with keys of compressed blocks.
 
         The heads' results are rotated back, and projected to the output group by group.
         """
         config, n, dim, rope = self.config, self.config.n_head, self.config.head_dim, layer.rope
+        blk = f"blk.{i}"
         assert rope is not None
         given = self.norm(self.linear(h, f"{blk}.attn_q_a", sizes.rank_q), f"{blk}.attn_q_a_norm")
         q = self.linear(given, f"{blk}.attn_q_b", n * dim, f"{blk}.attn_q")
@@ -380,12 +389,16 @@ class Decoder(GraphBuilder):
         q = self._turned(self.add(ops.UnitNorm(out, q, config.norm_eps, n, **self.where)), n, rope)
         k = self.norm(self.linear(h, f"{blk}.attn_kv", dim), f"{blk}.attn_kv_a_norm")
         k = self._turned(k, 1, rope)
-        blocks = self._blocks(blk, layer.block_size, rope, h) if layer.block_size else None
+        blocks = None
+        if layer.block_size:
+            blocks = self._blocks(f"{blk}.attn", dim, layer.block_size, rope, h)
+        if self._owner(i) is not None:
+            self._choose_compressed(i, layer.block_size, rope, h, given)
         attn = self.add(
             ops.Attention(
                 self.value(f"{blk}.attn", n * dim), q, k, k, n, 1, dim, dim, layer.attention_scale,
                 layer.window, sinks=self.weights.vector(f"{blk}.attn_sinks", n), blocks=blocks,
-                block_size=layer.block_size, **self.where,
+                block_size=layer.block_size, **self._choice(i), **self.where,
             )
         )  # fmt: skip
         back = replace(rope, freq=tuple(-freq for freq in rope.freq))
@@ -403,22 +416,104 @@ class Decoder(GraphBuilder):
         assert joined is not None
         return self.linear(joined, f"{blk}.attn_output_b", config.n_embd, f"{blk}.attn_out")
 
-    def _blocks(self, blk: str, size: int, rope: ops.Rope, h: Value) -> Value:
-        """Add a key per block of tokens, at the block's last token: a mean, rotated like the first token."""
-        dim, name = self.config.head_dim, f"{blk}.attn_compressor"
+    def _blocks(self, prefix: str, dim: int, size: int, rope: ops.Rope, h: Value) -> Value:
+        """Add a key per block of tokens, at the block's last token: a mean, rotated like the first token.
+
+        prefix: of the names of the tensors. dim: channels of a key.
+        """
+        name = f"{prefix}_compressor"
         overlaps = self.weights.shape(f"{name}_kv") == (h.width, 2 * dim)
         width = 2 * dim if overlaps else dim
         x, scores = self.linear(h, f"{name}_kv", width), self.linear(h, f"{name}_gate", width)
         bias = self.weights.numbers(f"{name}_ape", size * width)
-        pooled = ops.PoolBlocks(self.value(f"{blk}.attn_blocks", dim), x, scores, bias, size, **self.where)
+        pooled = ops.PoolBlocks(self.value(f"{prefix}_blocks", dim), x, scores, bias, size, **self.where)
         normed = self.norm(self.add(pooled), f"{name}_norm")
         return self._turned(normed, 1, replace(rope, every=size))
 
     def _turned(self, x: Value, n_head: int, rope: ops.Rope, name: str | None = None) -> Value:
         """Add the rotation of the last channels of heads."""
-        dim = self.config.head_dim
+        dim = x.width // n_head
         out = self.value(name or f"{x.name}_rope", x.width)
         return self.add(ops.Rotate(out, x, n_head, dim, rope, dim - rope.n_rot, **self.where))
+
+    # ---- the choice of keys
+
+    def _owner(self, i: int) -> Indexing | None:
+        """Return the indexer that layer i computes; None if it computes none."""
+        indexing = self.config.indexing
+        if indexing is None or i >= len(indexing.owners):  # layers for multi-token prediction have none
+            return None
+        return indexing if indexing.owners[i] == i else None
+
+    def _choice(self, i: int) -> dict[str, Any]:
+        """Return the fields of layer i's attention that name the chosen keys."""
+        indexing = self.config.indexing
+        owner = None if indexing is None or i >= len(indexing.owners) else indexing.owners[i]
+        if indexing is None or owner is None:
+            return {}
+        return {"chosen": self._chosen[owner], "chosen_size": indexing.size}
+
+    def _choose(self, i: int, indexing: Indexing, q: Value, k: Value, weights: Value | None) -> None:
+        """Add the indexer of layer i over its rotated queries and keys."""
+        out = self.value(f"blk.{i}.indexer", indexing.top_k)
+        n, dim = indexing.n_head, indexing.head_dim
+        self._chosen[i] = self.add(ops.Indexer(out, q, k, weights, n, dim, indexing.size, **self.where))
+
+    def _index_heads(
+        self, i: int, indexing: Indexing, rope: ops.Rope, given: Value, tensor: str = "attn_q_b"
+    ) -> Value:
+        """Add the queries of an indexer from `given`, before their rotation by `rope`."""
+        name = f"blk.{i}.indexer.{tensor}"
+        if rope.n_rot > indexing.head_dim:
+            raise UnsupportedModelError(
+                f"the indexer has heads of {indexing.head_dim} channels, fewer than the {rope.n_rot} that "
+                "are rotated"
+            )
+        return self.linear(given, name, indexing.n_head * indexing.head_dim, f"blk.{i}.indexer_q")
+
+    def _index_rope(self, x: Value, n_head: int, rope: ops.Rope) -> Value:
+        """Add the rotation of the first channels of an indexer's queries or keys."""
+        out = self.value(f"{x.name}_rope", x.width)
+        return self.add(ops.Rotate(out, x, n_head, x.width // n_head, rope, **self.where))
+
+    def _choose_tokens(
+        self, i: int, indexing: Indexing, rope: ops.Rope, k: Value, weights: Value, given: Value
+    ) -> None:
+        """Add the choice of tokens for latent attention. k: keys before their norm. given: q's vector."""
+        blk, dim = f"blk.{i}", indexing.head_dim
+        rope = replace(rope, kind=indexing.rope)
+        q = self._index_rope(self._index_heads(i, indexing, rope, given), indexing.n_head, rope)
+        norm = f"{blk}.indexer.k_norm"
+        weight, bias = self.weights.vector(norm, dim), self.weights.bias(norm, dim, required=True)
+        out = self.value(f"{blk}.indexer_k_norm", dim)
+        k = self.add(ops.LayerNorm(out, k, weight, bias, _INDEX_EPS, **self.where))
+        self._choose(i, indexing, q, self._index_rope(k, 1, rope), weights)
+
+    def _choose_compressed(self, i: int, size: int, rope: ops.Rope, h: Value, given: Value) -> None:
+        """Add the choice among compressed blocks, by compressed keys of the indexer."""
+        blk, indexing = f"blk.{i}", self._owner(i)
+        assert indexing is not None
+        q = self._turned(self._index_heads(i, indexing, rope, given), indexing.n_head, rope)
+        k = self._blocks(f"{blk}.indexer", indexing.head_dim, size, rope, h)
+        weights = self.linear(h, f"{blk}.indexer.proj", indexing.n_head, f"{blk}.indexer_weights")
+        self._choose(i, indexing, q, k, weights)
+
+    def _choose_by_means(self, i: int, layer: LayerConfig, h: Value) -> None:
+        """Add the choice of blocks of tokens by the means of their index keys."""
+        blk, indexing, rope = f"blk.{i}", self._owner(i), layer.rope
+        assert indexing is not None
+        assert rope is not None
+        n, dim, eps = indexing.n_head, indexing.head_dim, self.config.norm_eps
+        q = self._index_heads(i, indexing, rope, h, "q_proj")
+        k = self.linear(h, f"{blk}.indexer.k_proj", dim, f"{blk}.indexer_k")
+        weight = self.weights.vector(f"{blk}.indexer.q_norm", dim)
+        q = self.add(ops.RMSNorm(self.value(f"{q.name}_norm", n * dim), q, weight, eps, n, **self.where))
+        out = self.value(f"{blk}.indexer_blocks", dim)
+        k = self.add(ops.PoolBlocks(out, k, None, None, indexing.size, **self.where))
+        k = self.norm(k, f"{blk}.indexer.k_norm", f"{blk}.indexer_k_norm")
+        rope = replace(rope, kind=indexing.rope)
+        of_blocks = replace(rope, every=indexing.size)
+        self._choose(i, indexing, self._index_rope(q, n, rope), self._index_rope(k, 1, of_blocks), None)
 
     def ffn(self, i: int, layer: LayerConfig, given: Value, x: Value, predictor: Predictor | None) -> Value:
         """Add the FFN of layer i and the sum with the stream x; `given` is the layer's input."""
@@ -604,18 +699,25 @@ class Decoder(GraphBuilder):
         return self.add(ops.RMSNorm(out, x, weight, self.config.norm_eps, parts, **self.where))
 
     def _latent_heads(
-        self, x: Value, blk: str, layer: LayerConfig, latent: Latent
+        self, x: Value, i: int, layer: LayerConfig, latent: Latent
     ) -> tuple[Value, Value, Value]:
         """Add q, k and v from latent vectors, with the rotation, if any. The cache stores k and v."""
-        config, n_head, rope = self.config, self.config.n_head, layer.rope
+        config, n_head, rope, blk = self.config, self.config.n_head, layer.rope, f"blk.{i}"
         n_own = config.head_dim - latent.n_rot  # channels of a head without rotation
         eps = latent.norm_eps
         width, width_v = n_head * config.head_dim, n_head * config.head_dim_v
         given = self.linear(x, f"{blk}.attn_q_a", latent.rank_q) if latent.rank_q else x
         parts = {f"{blk}.attn_kv_a": latent.rank, f"{blk}.attn_k_shared": latent.n_rot}
         vector, shared = (self.add(op) for op in self.rows_of(f"{blk}.attn_kv_a_mqa", x, parts))
+        if (indexing := self._owner(i)) is not None:
+            index_k = self.linear(x, f"{blk}.indexer.attn_k", indexing.head_dim, f"{blk}.indexer_k")
+            weights = self.linear(x, f"{blk}.indexer.proj", indexing.n_head, f"{blk}.indexer_weights")
         if latent.rank_q:
             given = self.norm(given, f"{blk}.attn_q_a_norm", eps=eps)
+        if indexing is not None:
+            if rope is None:
+                raise UnsupportedModelError("an indexer without a rotation is not supported")
+            self._choose_tokens(i, indexing, rope, index_k, weights, given)
         q = self.linear(
             given, f"{blk}.attn_q_b" if latent.rank_q else f"{blk}.attn_q", width, f"{blk}.attn_q"
         )

@@ -412,6 +412,9 @@ class Attention(Operation):
     stored.
     groups: "only": a token sees its group (Batch.groups) instead of the tokens that `causal` and `window`
     name; "also": in addition to them; "none": groups do not count.
+    chosen: numbers of the blocks of chosen_size tokens that an Indexer chose. A token attends to the tokens
+    of these blocks, and to those after the last complete block. With `blocks` it attends to its window, and
+    of the compressed blocks only to the chosen ones. None: no block is left out.
     key_bias: what all keys contain, or None. A q4_0 cache leaves most of it out (rope.bias_of_keys), and
     attention adds the product of the query with that part to each score.
     """
@@ -436,6 +439,8 @@ class Attention(Operation):
     block_size: int = 0
     key_bias: KeyBias | None = None
     groups: Groups = "none"
+    chosen: Value | None = None
+    chosen_size: int = 1
 
     mixes_tokens: ClassVar[bool] = True
 
@@ -449,7 +454,45 @@ class Attention(Operation):
         if not self.causal:
             return min(depth + 1, self.window // 2 * 2 + 1) if self.window else depth + 1
         n_blocks = (depth + 1) // self.block_size if self.block_size else 0
-        return n_blocks + (min(depth + 1, self.window) if self.window else depth + 1)
+        n_tokens = min(depth + 1, self.window) if self.window else depth + 1
+        if self.chosen is None:
+            return n_blocks + n_tokens
+        if self.blocks is not None:
+            return min(n_blocks, self.chosen.width) + n_tokens
+        most = self.chosen.width * self.chosen_size
+        return min(n_tokens, most + (depth + 1) % self.chosen_size)
+
+
+@dataclass(frozen=True)
+class Indexer(Operation):
+    """The blocks of tokens that a token attends to (DeepSeek Sparse Attention, arXiv 2512.02556).
+
+    Blocks have `size` tokens from position 0 on. q: [n_head, head_dim]; k: [head_dim], the key of a block at
+    its last token, which is stored first; weights: [n_head], None: ones. The score of a block is the sum over
+    the heads of weight * max(0, q · key), in order. A token chooses among the complete blocks up to itself.
+    out: the numbers of the out.width blocks with the highest scores, rising, and then -1 if there are fewer
+    blocks. The earlier of equal scores wins. A score that is NaN is lower than all others.
+    """
+
+    out: Value
+    q: Value
+    k: Value
+    weights: Value | None
+    n_head: int
+    head_dim: int
+    size: int = 1
+
+    mixes_tokens: ClassVar[bool] = True
+
+    @property
+    def n_ctx(self) -> int:
+        """Return the longest context in which every block is chosen."""
+        return whole_context(self.out.width, self.size)
+
+
+def whole_context(top_k: int, size: int) -> int:
+    """Return the longest context with at most top_k complete blocks of `size` tokens."""
+    return (top_k + 1) * size - 1
 
 
 @dataclass(frozen=True)
@@ -597,16 +640,17 @@ class PoolBlocks(Operation):
 
     Blocks have `size` tokens from position 0 on. x, scores: [out.width]. If they are [2, out.width], blocks
     overlap: the second half counts for the token's own block, the first for the next one. bias: added to the
-    scores, a row per token of a block. out: the mean of the token's block so far: of the previous block's
-    tokens, if blocks overlap, and those up to this one. State, per channel: the highest score, the sum of
+    scores, a row per token of a block. Without scores and bias all tokens have equal weights. out: the mean
+    of the token's block so far: of the previous block's tokens, if blocks overlap, and those up to this one.
+    State, per channel: the highest score, the sum of
     weights relative to it, and the sum of weighted values; for the token's block and, if blocks overlap, the
     next one.
     """
 
     out: Value
     x: Value
-    scores: Value
-    bias: Vector
+    scores: Value | None
+    bias: Vector | None
     size: int
 
     mixes_tokens: ClassVar[bool] = True
@@ -1131,6 +1175,7 @@ Primitive = (
     | Heads
     | TransposedHeads
     | Attention
+    | Indexer
     | ShortConv
     | DeltaNet
     | SelectiveScan

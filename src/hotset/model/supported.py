@@ -44,10 +44,9 @@ def supported() -> list[SupportedArchitecture]:
 
 def _kind(row: Architecture) -> str:
     attention = {
-        "MLA": row.latent_eps is not None and not row.indexed,
-        "MLA within the top-k of its indexer": row.latent_eps is not None and row.indexed,
-        "attention within the budget of its indexer": row.latent_eps is None and row.indexed,
-        "compressed keys within the top-k of their indexer": row.compressed,
+        "MLA": row.latent_eps is not None,
+        "compressed keys": row.compressed,
+        "an indexer": row.indexer is not None,
         "gated delta nets": row.delta_net is not None,
         "short convolutions": row.short_conv,
         "state spaces": row.state_space,

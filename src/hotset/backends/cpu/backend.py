@@ -28,9 +28,9 @@ from hotset.backends.stage import WHOLE, BackendOptions, Rows, Span, on_host
 from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError
 from hotset.formats.source import WeightSource
-from hotset.model.cost import check_cache, kv_formats
+from hotset.model.cost import check_cache, index_slots, kv_formats
 from hotset.model.graph import Graph
-from hotset.model.operations import PARTS, Attention, Recurrent
+from hotset.model.operations import PARTS, Attention, Indexer, Recurrent
 from hotset.offload.weight_store import StoredWeights
 
 assert (_core.KV_BLOCK_SIZE, _core.LOGIT_GROUP) == (BLOCK_SIZE, LOGIT_GROUP)
@@ -89,13 +89,15 @@ class CpuBackend(WithoutDevices):
         self.n_vocab = graph.n_vocab(weights.tensors)
         self._isa, self._channel_rates = isa, options.channel_rates
         self._whole = frozenset(options.whole)
-        self._cache: dict[int, tuple[np.ndarray | None, ...]] = {}
+        self._cache: dict[tuple[type, int], tuple[np.ndarray | None, ...]] = {}  # by operation and layer
         if cache_of is not None:
             self._cache = cache_of._cache  # noqa: SLF001
         else:
             for op in self.graph.ops:
                 if isinstance(op, Attention) and op.source is None:
-                    self._cache[op.layer] = self._shared_cache(op) or self._new_cache(op)
+                    self._cache[Attention, op.layer] = self._shared_cache(op) or self._new_cache(op)
+                elif isinstance(op, Indexer):
+                    self._cache[Indexer, op.layer] = self._new_index(op)
         self.n_states = options.n_states if graph.recurrent else 0
         # Untouched slots cost no memory.
         self._states = {
@@ -328,11 +330,17 @@ class CpuBackend(WithoutDevices):
         """Return the state slots of an operation, float32 [n_states, size]."""
         return self._states[op.out]
 
-    def _cache_of(self, op: Attention) -> dict[str, Any]:
-        """Return the keys and values of a layer as facts of a native operation."""
+    def _cache_of(self, op: Attention | Indexer) -> dict[str, Any]:
+        """Return the keys and values, or the index keys, of a layer as facts of a native operation."""
+        if isinstance(op, Indexer):
+            keys, scales = self._cache[Indexer, op.layer]
+            return {"kv_type": self.kv_type, "k_cache": keys, "k_scale": scales}
         names = ["k_cache", "v_cache", "k_scale", "v_scale"]
         names += [f"block_{name}" for name in names if op.blocks is not None]
-        return {"kv_type": self.kv_type, **dict(zip(names, self._cache[op.cache_layer], strict=True))}
+        return {
+            "kv_type": self.kv_type,
+            **dict(zip(names, self._cache[Attention, op.cache_layer], strict=True)),
+        }
 
     def _shared_cache(self, op: Attention) -> tuple[np.ndarray | None, ...] | None:
         """Return the cache of an encoder's first layer; None for a decoder or the first layer itself.
@@ -340,6 +348,14 @@ class CpuBackend(WithoutDevices):
         An encoder needs keys and values only while it computes a layer, so its layers share one cache.
         """
         return None if op.causal else next(iter(self._cache.values()), None)
+
+    def _new_index(self, op: Indexer) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Allocate index keys and their scales, or None without scales."""
+        check_cache(op, self.kv_type)
+        format, _ = kv_formats(self.kv_type)
+        n = self.n_blocks * index_slots(op.size) * op.head_dim
+        scales = np.zeros(2 * n // format.n_channels, np.uint8) if format.n_channels > 1 else None
+        return np.zeros(n * format.bits // 8, np.uint8), scales
 
     def _new_cache(self, op: Attention) -> tuple[np.ndarray | None, ...]:
         """Allocate keys, values and their scales; for block attention, the same again for the blocks.

@@ -40,6 +40,7 @@ from hotset.model.operations import (
     ExpertLinear,
     ExpertSum,
     Ffn,
+    Indexer,
     LayerNorm,
     Linear,
     LowRank,
@@ -141,7 +142,7 @@ class Lowered:
         return None if self.largest < 0 else self.plan.rows(self.largest)
 
 
-def _in_no_ffn(op: Attention | Recurrent) -> NoReturn:
+def _in_no_ffn(op: Attention | Indexer | Recurrent) -> NoReturn:
     raise AssertionError(f"{op.out.name} is in no FFN")
 
 
@@ -158,7 +159,7 @@ class LoweringOptions:
     channel_rates: Mapping[str, float]
     whole: Collection[str]
     streamed: Streamed | None = None
-    cache: Callable[[Attention], Facts] = _in_no_ffn
+    cache: Callable[[Attention | Indexer], Facts] = _in_no_ffn
     states: Callable[[Recurrent], np.ndarray] = _in_no_ffn
     adapters: AdapterSet | None = None
 
@@ -396,7 +397,7 @@ class _Emission:
                 self._plain(main)
             case Activate() if main.xielu is not None:
                 self._add("xielu", x=buffers[main.x], **asdict(main.xielu), out=buffers[main.out])
-            case Attention():
+            case Attention() | Indexer():
                 self._attention(main, group.ops[:-1])
             case LowRank():
                 self._low_rank(main, buffers[main.x], buffers[main.y], buffers[main.out])
@@ -956,8 +957,11 @@ class _Emission:
 
     # ---- attention
 
-    def _attention(self, main: Attention, heads: Sequence[Any]) -> None:
-        """Write an attention. heads: the norms and rotations of q and k that were fused into it."""
+    def _attention(self, main: Attention | Indexer, heads: Sequence[Any]) -> None:
+        """Write an attention or its indexer. heads: the norms and rotations of q and k that were fused."""
+        if isinstance(main, Indexer):
+            self._plain(main, **self._cache(main))
+            return
         q, k = main.q, main.k
         rope, q_norm, k_norm = None, None, None
         for op in reversed(heads):

@@ -171,7 +171,8 @@ def attend(
     """Return attention whose heads may share keys and values: [..., n_tokens, n_head_kv, group, dim_v].
 
     q: [..., n_tokens, n_head_kv, group, dim], already scaled. k: [..., n_head_kv, n_seen, dim]. v: [...,
-    n_head_kv, n_seen, dim_v]. hidden: bool [n_tokens, n_seen], true for positions that a token must not see.
+    n_head_kv, n_seen, dim_v]. hidden: bool [n_tokens, n_seen] or [..., 1, n_tokens, n_seen], true for
+    positions that a token must not see.
     softcap, sinks ([n_head_kv * group]): see operations.Attention. bias [n_head_kv, n_tokens, group, n_seen]
     is added to the scores.
     """
@@ -180,13 +181,44 @@ def attend(
         scores = torch.tanh(scores / softcap) * softcap
     if bias is not None:
         scores = scores + bias
-    scores = scores.masked_fill(hidden[:, None, :], -math.inf)
+    scores = scores.masked_fill(hidden.unsqueeze(-2), -math.inf)
     if sinks is None:
         weights = torch.softmax(scores, dim=-1)
     else:  # the sink is one more score, without a value
         own = sinks.reshape(q.shape[-3], 1, -1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.softmax(torch.cat([scores, own], dim=-1), dim=-1)[..., :-1]
     return torch.einsum("...htgn,...hnd->...thgd", weights, v)
+
+
+def chosen_blocks(op: ops.Indexer, q: Tensor, k: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the blocks that each token chooses, float32 [n_texts, n_tokens, out.width]: operations.Indexer.
+
+    q: [n_texts, n_tokens, n_head * head_dim]. k: [n_texts, n_tokens, head_dim]. weights: [n_texts, n_tokens,
+    n_head] or None. The choice has no gradient.
+    """
+    n_tokens, keys = q.shape[1], k[:, op.size - 1 :: op.size]
+    dots = torch.einsum("bthd,bsd->bths", q.detach().unflatten(-1, (op.n_head, -1)), keys.detach()).relu()
+    scores = dots.sum(2) if weights is None else torch.einsum("bths,bth->bts", dots, weights.detach())
+    n_there = (torch.arange(n_tokens, device=q.device) + 1) // op.size
+    numbers = torch.arange(keys.shape[1], device=q.device)
+    later = numbers >= n_there[:, None]
+    scores = scores.nan_to_num(nan=-math.inf).masked_fill(later, -math.inf)
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : op.out.width]
+    n_kept = n_there[:, None].clamp(max=op.out.width)
+    kept = torch.arange(best.shape[-1], device=q.device) < n_kept
+    rising = best.masked_fill(~kept, len(numbers)).sort(dim=-1).values.masked_fill(~kept, -1)
+    return F.pad(rising.float(), (0, op.out.width - best.shape[-1]), value=-1.0)
+
+
+def left_out(chosen: Tensor, size: int, n_tokens: int) -> Tensor:
+    """Return the blocks that a token did not choose, bool [n_texts, n_tokens, n_tokens // size].
+
+    chosen: [n_texts, n_tokens, top_k], of blocks of `size` tokens; -1: none.
+    """
+    n_blocks = n_tokens // size
+    numbers = chosen.long().masked_fill(chosen < 0, n_blocks)
+    hidden = torch.ones(*chosen.shape[:2], n_blocks + 1, dtype=torch.bool, device=chosen.device)
+    return hidden.scatter(-1, numbers, value=False)[..., :n_blocks]
 
 
 def route(
@@ -298,7 +330,7 @@ def delta_rule(
     return torch.stack(out, dim=1).flatten(2)
 
 
-def pool_blocks(op: ops.PoolBlocks, x: Tensor, scores: Tensor, bias: Tensor) -> Tensor:
+def pool_blocks(op: ops.PoolBlocks, x: Tensor, scores: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return the weighted mean of each token's block up to the token, for texts [n_texts, n_tokens, width].
 
     See operations.PoolBlocks.
@@ -310,7 +342,8 @@ def pool_blocks(op: ops.PoolBlocks, x: Tensor, scores: Tensor, bias: Tensor) -> 
         blocks: Tensor = F.pad(values, (0, 0, 0, spare)).unflatten(1, (-1, size))
         return blocks
 
-    x, scores = by_block(x), by_block(scores) + bias.view(size, -1)
+    x, scores = by_block(x), by_block(torch.zeros_like(x) if scores is None else scores)
+    scores = scores if bias is None else scores + bias.view(size, -1)
     seen = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
     values, weights = x[..., -width:], scores[..., -width:]
     if op.overlaps:

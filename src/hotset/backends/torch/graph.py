@@ -30,11 +30,13 @@ from hotset.backends.torch.functions import (
     add_streams,
     attend,
     channel_scan,
+    chosen_blocks,
     delta_rule,
     gaussian_top_k,
     hyper_connection,
     join_heads,
     layer_norm,
+    left_out,
     match_magnitude,
     ngram_rows,
     pool_blocks,
@@ -214,6 +216,9 @@ class TorchGraph:
                 return self._gains(op, step.tokens)
             case ops.Attention():
                 return self._attended(op, step).flatten(0, 1)
+            case ops.Indexer():
+                weights = None if op.weights is None else step.by_text(op.weights)
+                return chosen_blocks(op, step.by_text(op.q), step.by_text(op.k), weights).flatten(0, 1)
             case (
                 ops.NgramEmbed() | ops.ShortConv() | ops.DeltaNet() | ops.SelectiveScan() | ops.ChannelScan()
                 | ops.Wkv() | ops.PoolBlocks()
@@ -300,8 +305,8 @@ class TorchGraph:
                 x, dt, b, c = (step.by_text(value) for value in op.inputs)
                 return channel_scan(x, dt, b, c, self.weight(op.rate), self.weight(op.skip)).flatten(0, 1)
             case ops.PoolBlocks():
-                x, scores = step.by_text(op.x), step.by_text(op.scores)
-                return pool_blocks(op, x, scores, self.weight(op.bias)).flatten(0, 1)
+                x, scores = step.by_text(op.x), None if op.scores is None else step.by_text(op.scores)
+                return pool_blocks(op, x, scores, self.bias(op.bias)).flatten(0, 1)
             case ops.Wkv():
                 return wkv(op, *(step.by_text(value) for value in op.inputs)).flatten(0, 1)
             case _:
@@ -353,7 +358,7 @@ class TorchGraph:
         k = step.by_text(op.k).unflatten(-1, (op.n_head_kv, -1)).transpose(1, 2)
         v = step.by_text(op.v).unflatten(-1, (op.n_head_kv, -1)).transpose(1, 2)
         plain = not op.window and not op.softcap and op.sinks is None and op.slopes is None
-        if not plain or op.blocks is not None:
+        if not plain or op.blocks is not None or op.chosen is not None:
             ago = torch.arange(n_tokens, device=self.device)
             ago = ago[:, None] - ago
             if op.causal:
@@ -367,6 +372,8 @@ class TorchGraph:
                 n_there = (torch.arange(n_tokens, device=self.device) + 1) // op.block_size
                 later = torch.arange(blocks.shape[2], device=self.device) >= n_there[:, None]
                 hidden = torch.cat([hidden, later], dim=1)
+            if op.chosen is not None:
+                hidden = hidden | self._not_chosen(op, op.chosen, step, hidden.shape[1])
             sinks = self.bias(op.sinks)
             bias = None
             if op.slopes is not None:
@@ -379,6 +386,17 @@ class TorchGraph:
         q = q.flatten(2, 3).transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=op.causal, scale=op.scale)
         return out.transpose(1, 2).flatten(2)
+
+    def _not_chosen(self, op: ops.Attention, chosen: Value, step: Step, n_seen: int) -> Tensor:
+        """Return the keys that a token did not choose, bool [n_texts, 1, n_tokens, n_seen]."""
+        n_tokens, size = step.tokens.shape[1], op.block_size or op.chosen_size
+        hidden = left_out(step.by_text(chosen), size, n_tokens)
+        if op.blocks is not None:  # they follow the tokens
+            return F.pad(hidden, (n_tokens, 0)).unsqueeze(1)
+        n_there = (torch.arange(n_tokens, device=self.device) + 1) // size
+        complete = torch.arange(hidden.shape[2], device=self.device) < n_there[:, None]
+        inside = (hidden & complete).repeat_interleave(size, dim=-1)
+        return F.pad(inside, (0, n_seen - inside.shape[-1])).unsqueeze(1)
 
     def _of_experts(self, op: ops.ExpertLinear | ops.ExpertSum, x: Tensor, route: Tensor) -> Tensor:
         """Compute the products of each token's experts, side by side or as a weighted sum."""

@@ -610,8 +610,9 @@ class Program:
         """Lower attention with its fused head norms and rotations."""
         if not main.causal:
             raise UnsupportedModelError("attention of encoders is computed on the CPU; use device='cpu'")
-        if main.blocks is not None:
-            raise UnsupportedModelError("attention to blocks is computed on the CPU; use device='cpu'")
+        if main.blocks is not None or main.chosen is not None:
+            what = "blocks" if main.chosen is None else "the keys that an indexer chose"
+            raise UnsupportedModelError(f"attention to {what} is computed on the CPU; use device='cpu'")
         if main.slopes is not None or main.first_seen:
             what = "attention with ALiBi" if main.slopes is not None else "a layer for multi-token prediction"
             raise UnsupportedModelError(f"{what} is computed on the CPU; use device='cpu'")

@@ -855,6 +855,8 @@ def missing_kernel(op: Primitive) -> str | None:
             return "attention within windows"
         case SelectOutputs() if op.n > 1:
             return "joined tokens"
+        case Attention() if op.chosen is not None:
+            return "attention to the keys that an indexer chose"
         case Rotate() if op.rope.every > 1:
             return "the rotation of blocks"
         case Route() if op.table is not None or op.scoring not in _SCORINGS:
