@@ -358,7 +358,7 @@ def engine_backend(gguf: GGUFFile, **options: Any) -> CpuBackend:
 def test_preempted_and_cancelled_sequences_keep_their_bits(gguf: GGUFFile) -> None:
     unsteady = Unsteady(engine_backend(gguf, n_blocks=4, max_batch=50), seed=3)
     engine = Engine(unsteady, ENGINE_CTX)  # type: ignore[arg-type]
-    asked = [ask(engine, prompt(60, i), seed=i, max_tokens=50) for i in range(3)]
+    asked = [ask(engine, prompt(60, i), seed=i, max_tokens=100) for i in range(3)]
     drain(engine)
     assert engine.counters().preemptions > 0
     assert unsteady.n_cancelled > 10
