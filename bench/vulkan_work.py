@@ -88,7 +88,7 @@ def work_of(architecture: str, shape: Shape, type: GGMLType, fired: float) -> tu
             for ffn in graph.ffns if fired < 1 else ():
                 idle = sum(part.matrix_bytes(model.tensors) for part in (ffn.up, ffn.down))
                 read -= int((1 - fired) * idle)
-            return read, dispatches(graph, model.tensors, N_CTX // 64).total()
+            return read, dispatches(graph, model.tensors).total()
 
 
 def main() -> None:

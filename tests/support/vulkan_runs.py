@@ -256,9 +256,10 @@ def device_product(
     recorder.add("quantize", [0], whole, (k // 32, k), (-(-k // 256), n, 1))
     bindings = [codes, part.more.bound() if part.more else codes, (rounded, 0, rounded.size, False)]
     bindings += [(out, 0, out.size, True), codes, codes, codes]
-    push = n, n_rows, k, 0, k // 32, n_rows, 0, 0, 1, 0, 0, 0, 0, 0.0
+    push = n, n_rows, k, 0, k // 32, n_rows, 0, 0, 1, 0, 0, 0, 0, 0.0, *(0,) * 7
     if tokens:
         groups = -(-n_rows // constants[0]), -(-n // tokens), 1
+        bindings.append(bindings[3])
         recorder.add("rounded_few", [type_, tokens, 0, *constants], bindings, push, groups)
     else:
         recorder.add("rounded_many", [type_, 1, 0], bindings, push, (-(-n_rows // 32), -(-n // 32), 1))
@@ -369,9 +370,16 @@ def assert_every_operation_is_right(
     """Assert that each value equals the reference's within its operation's rounding."""
     oracle, at = oracle_of(gguf, backend), 0
     for end in [*splits, len(ids)]:
-        step = batch([(ids[at:end], at, blocks)], every_value(backend))
-        oracle.check(step, backend.step(step))
+        _check_step(oracle, backend, batch([(ids[at:end], at, blocks)], every_value(backend)))
         at = end
+
+
+def _check_step(oracle: VulkanOracle, backend: ChainBackend, step: Batch) -> None:
+    """Check every value of a step. Without taps, operations are fused, and the logits are the same."""
+    logits = backend.step(replace(step, taps=())).logits.copy()
+    tapped = backend.step(step)
+    assert np.array_equal(tapped.logits, logits)
+    oracle.check(step, tapped)
 
 
 def assert_operations_of_sequences_are_right(gguf: GGUFFile, backend: ChainBackend) -> None:
@@ -387,8 +395,7 @@ def assert_operations_of_sequences_are_right(gguf: GGUFFile, backend: ChainBacke
         step = batch(given, every_value(backend))
         rows = np.array([row for row, _ in chosen])
         slots = np.stack([2 * rows, 2 * rows + 1], axis=1).astype(np.int32)
-        step = step.with_states_of_rows(steps[rows], slots)
-        oracle.check(step, backend.step(step))
+        _check_step(oracle, backend, step.with_states_of_rows(steps[rows], slots))
         steps[rows] += 1
         for row, n in chosen:
             at[row] = at[row] + n if n < len(texts[row]) else 0

@@ -2,6 +2,7 @@
 // Attention of one head of one token over its KV blocks, in the CPU's order (csrc/kernels/float_kernels.h): a running softmax
 // over the KV blocks of a split of 512 positions, then a merge of the splits in order. Splits begin at fixed positions, so that
 // the order of every sum depends only on the token's position. A lane has a position of a KV block, then words of values.
+// With few tokens a workgroup has one split, and stores its part; the last one to do so for its head merges the parts.
 #include "common.glsl"
 #include "cache.glsl"
 
@@ -9,9 +10,10 @@ layout(local_size_x = 64) in;
 layout(constant_id = 1) const uint DIM = 64;  // channels of a key
 layout(constant_id = 2) const uint DIM_V = 64;  // channels of a value
 layout(constant_id = 3) const uint SINKS = 0;
-layout(constant_id = 4) const uint APART = 0;  // 1: a workgroup computes one split and stores its part
+layout(constant_id = 4) const uint APART = 0;  // 1: a workgroup computes one split
 layout(constant_id = 5) const uint SLOPES = 0;      // ALiBi
 layout(constant_id = 6) const uint CAPPED = 0;
+layout(constant_id = 7) const uint FORMS = 1;  // of the result: FLOATS, ROUNDED (rounding.glsl) or both
 layout(set = 0, binding = 0) readonly buffer Queries { float queries[]; };
 layout(set = 0, binding = 1) readonly buffer Keys { uvec4 keys[]; };
 layout(set = 0, binding = 2) readonly buffer Values { uint values[]; };
@@ -22,6 +24,10 @@ layout(set = 0, binding = 6) readonly buffer Tables { uint tables[]; };
 layout(set = 0, binding = 7) readonly buffer Sinks { float sinks[]; };
 layout(set = 0, binding = 8) writeonly buffer Outputs { float outputs[]; };
 layout(set = 0, binding = 9) readonly buffer Slopes { float slopes[]; };
+layout(set = 0, binding = 10) writeonly buffer Rounded { uint rounded[]; };
+// The parts of splits: highest score, sum of weights, and sums of values; and how many of a head are stored.
+layout(set = 0, binding = 11) coherent buffer Parts { float parts[]; };
+layout(set = 0, binding = 12) coherent buffer Stored { uint stored[]; };  // 0 before and after each run
 layout(push_constant) uniform Push {
     uint n_head, n_head_kv, in_stride, out_stride, n_kv_blocks, max_tokens, behind, ahead, least, n_splits;
     float scale, cap;
@@ -30,11 +36,15 @@ layout(push_constant) uniform Push {
 const uint KV_BLOCKS = 8, LANES = 64;  // per split
 const uint VECTORS = (DIM + PER - 1u) / PER, VECTORS_V = (DIM_V + PER - 1u) / PER;
 const uint IN_WORD = PER / 4u, WORDS = (DIM_V + IN_WORD - 1u) / IN_WORD, OWN = (WORDS + LANES - 1u) / LANES;
-shared vec4 query[VECTORS * PER / 4u];
+const uint CHANNELS = OWN * IN_WORD;  // of a value, per lane
+const uint FLOATS = 1, ROUNDED = 2, ROUNDING = LANES;
+shared vec4 query[(VECTORS * PER > DIM_V ? VECTORS * PER : DIM_V) / 4u];  // and at the end the result
 shared float weights[KV_BLOCK];
+shared uint n_before;
 
 #include "softmax.glsl"
 #include "visible.glsl"
+#include "rounding.glsl"
 
 struct State {
     float highest, total;
@@ -89,11 +99,57 @@ float score_of(uint p, uint first, uint last, uint base, uint token, uint head) 
     return score;
 }
 
+void store_part(uint part, State state, float sums[CHANNELS]) {
+    const uint lane = gl_LocalInvocationIndex, at = part * (DIM_V + 2u);
+    if (lane == 0u) {
+        parts[at] = state.highest;
+        parts[at + 1u] = state.total;
+    }
+    [[unroll]] for (uint o = 0; o < OWN; o++)
+        [[unroll]] for (uint c = 0; c < IN_WORD; c++) {
+            const uint channel = (o * LANES + lane) * IN_WORD + c;
+            if (channel < DIM_V) parts[at + 2u + channel] = sums[o * IN_WORD + c];
+        }
+}
+
+// Whether all other parts of a head are stored. The workgroup that stores the last part waits for none.
+bool is_last(uint head, uint n_others) {
+    memoryBarrierBuffer();  // this workgroup's part is visible before it is counted
+    barrier();
+    if (gl_LocalInvocationIndex == 0u) {
+        n_before = atomicAdd(stored[head], 1u);
+        if (n_before == n_others) stored[head] = 0u;
+    }
+    barrier();
+    memoryBarrierBuffer();
+    return n_before == n_others;
+}
+
+// Add the parts of a head in order, relative to the highest score.
+void merge(uint row, uint first, uint last, inout float top, inout float total, inout float outs[CHANNELS]) {
+    const uint lane = gl_LocalInvocationIndex, stride = DIM_V + 2u;
+    for (uint split = first; split <= last; split++) top = max(top, parts[(row + split) * stride]);
+    for (uint split = first; split <= last; split++) {
+        const uint at = (row + split) * stride;
+        precise float below = parts[at] - top;
+        const float weight = exp_of(below);
+        total = fused(weight, parts[at + 1u], total);
+        [[unroll]] for (uint o = 0; o < OWN; o++)
+            [[unroll]] for (uint c = 0; c < IN_WORD; c++) {
+                const uint channel = (o * LANES + lane) * IN_WORD + c, i = o * IN_WORD + c;
+                if (channel >= DIM_V) break;
+                precise float sum = outs[i] + parts[at + 2u + channel] * weight;
+                outs[i] = sum;
+            }
+    }
+}
+
 void main() {
     const uint lane = gl_LocalInvocationIndex, head = gl_WorkGroupID.x, token = gl_WorkGroupID.y;
     const uint table = positions[max_tokens + token] * n_kv_blocks, head_kv = head / (n_head / n_head_kv);
     const uint first = first_seen(token), last = last_seen(token);
-    uint from = first / (KV_BLOCKS * KV_BLOCK), to = last / (KV_BLOCKS * KV_BLOCK);
+    const uint first_split = first / (KV_BLOCKS * KV_BLOCK), last_split = last / (KV_BLOCKS * KV_BLOCK);
+    uint from = first_split, to = last_split;
     if (APART != 0u) {
         if (gl_WorkGroupID.z < from || gl_WorkGroupID.z > to) return;
         from = to = gl_WorkGroupID.z;
@@ -111,12 +167,12 @@ void main() {
             top = max(top, largest_of(score_of(kv_block * KV_BLOCK + lane, first, last, base, token, head)));
         }
     float total = 0.0;
-    precise float outs[OWN * IN_WORD];
-    [[unroll]] for (uint i = 0; i < OWN * IN_WORD; i++) outs[i] = 0.0;
+    precise float outs[CHANNELS];
+    [[unroll]] for (uint i = 0; i < CHANNELS; i++) outs[i] = 0.0;
     for (uint split = from; split <= to; split++) {
         State state = State(LOWEST, 0.0);
-        precise float sums[OWN * IN_WORD];
-        [[unroll]] for (uint i = 0; i < OWN * IN_WORD; i++) sums[i] = 0.0;
+        precise float sums[CHANNELS];
+        [[unroll]] for (uint i = 0; i < CHANNELS; i++) sums[i] = 0.0;
         const uint start = max(split * KV_BLOCKS, first / KV_BLOCK), end = min(split * KV_BLOCKS + KV_BLOCKS - 1u, last / KV_BLOCK);
         for (uint kv_block = start; kv_block <= end; kv_block++) {
             const uint base = tables[table + kv_block] * n_head_kv + head_kv, p = kv_block * KV_BLOCK + lane;
@@ -152,24 +208,19 @@ void main() {
             }
             barrier();
         }
-        if (APART != 0u) {
-            const uint at = ((token * n_head + head) * n_splits + split) * (DIM_V + 2u);
-            if (lane == 0u) {
-                outputs[at] = state.highest;
-                outputs[at + 1u] = state.total;
-            }
-            [[unroll]] for (uint o = 0; o < OWN; o++)
-                [[unroll]] for (uint c = 0; c < IN_WORD; c++) {
-                    const uint channel = (o * LANES + lane) * IN_WORD + c;
-                    if (channel < DIM_V) outputs[at + 2u + channel] = sums[o * IN_WORD + c];
-                }
-            return;
+        if (APART != 0u && first_split != last_split) {
+            const uint row = (token * n_head + head) * n_splits;
+            store_part(row + split, state, sums);
+            if (!is_last(token * n_head + head, last_split - first_split)) return;
+            merge(row, first_split, last_split, top, total, outs);
+            break;
         }
         if (from == to) top = max(top, state.highest);
         precise float below = state.highest - top;
         const float weight = exp_of(below);
         total = fused(weight, state.total, total);
-        [[unroll]] for (uint i = 0; i < OWN * IN_WORD; i++) outs[i] = outs[i] + sums[i] * weight;
+        [[unroll]] for (uint i = 0; i < CHANNELS; i++) outs[i] = outs[i] + sums[i] * weight;
+        if (APART != 0u) break;
     }
     if (SINKS != 0u) {  // a sink has no value
         precise float below = sinks[head] - top;
@@ -179,7 +230,17 @@ void main() {
     [[unroll]] for (uint o = 0; o < OWN; o++)
         [[unroll]] for (uint c = 0; c < IN_WORD; c++) {
             const uint channel = (o * LANES + lane) * IN_WORD + c;
-            precise float result = outs[o * IN_WORD + c] * inverse;
-            if (channel < DIM_V) outputs[token * out_stride + head * DIM_V + channel] = result;
+            precise float own = outs[o * IN_WORD + c] * inverse;
+            if (channel >= DIM_V) break;
+            if ((FORMS & FLOATS) != 0u) outputs[token * out_stride + head * DIM_V + channel] = own;
+            if ((FORMS & ROUNDED) != 0u) query[channel / 4u][channel & 3u] = own;
         }
+    if ((FORMS & ROUNDED) == 0u) return;
+    barrier();
+    const uint n_blocks = DIM_V / 32u;
+    for (uint at = 0; at < DIM_V; at += 4u * LANES) {
+        const uint channel = at + 4u * lane;
+        const vec4 x = channel < DIM_V ? query[channel / 4u] : vec4(0.0);
+        round_block(x, channel < DIM_V, (token * n_head + head) * n_blocks + channel / 32u, 0);
+    }
 }

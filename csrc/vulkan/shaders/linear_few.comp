@@ -17,7 +17,7 @@ void main() {
     const uint row = gl_LocalInvocationID.x, lane = gl_LocalInvocationID.y, r = gl_WorkGroupID.x * 32u + row;
     const uint n_blocks = (n_cols + 31u) / 32u, n_chunks = (n_blocks + CHUNK - 1u) / CHUNK;
     const Place place = place_of(gl_WorkGroupID.y * TOKENS, n_cols);
-    const uint tile = gl_WorkGroupID.x + place.expert * gl_NumWorkGroups.x;
+    const uint tile = first_tile + gl_WorkGroupID.x + place.expert * gl_NumWorkGroups.x;
     const bool wanted = is_wanted(r, place.first);
     precise float total = 0.0;
     for (uint round = 0; round < n_chunks; round += 8u) {

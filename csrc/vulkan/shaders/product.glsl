@@ -2,6 +2,10 @@
 // plus the bias and a residual.
 layout(constant_id = 1) const uint TOKENS = 1;  // per workgroup
 layout(constant_id = 2) const uint EXPERTS = 0;  // 1: one input per token; 2: one input per expert
+// JOINED: two or three results, of matrices whose rows follow each other. GATED, GATED_ROUNDED: activated gates times up,
+// whose matrices are side by side (rounded_few.comp), as floats or rounded.
+layout(constant_id = 5) const uint RESULT = 0;
+const uint PLAIN = 0, JOINED = 1, GATED = 2, GATED_ROUNDED = 3;
 
 layout(set = 0, binding = 3) writeonly buffer Outputs { float outputs[]; };
 layout(set = 0, binding = 4) readonly buffer Biases { float biases[]; };
@@ -16,7 +20,10 @@ layout(push_constant) uniform Push {
     uint n_used, bias_rows;  // experts per token; biases per expert
     uint first_bias, first_out;  // for the first row
     uint first_score;
-    float threshold;
+    float threshold;  // or the parameter of an activation
+    uint first_tile;  // of the matrix in `codes` and `more`
+    uint second_row, third_row;  // JOINED: the rows at which the second and the third result begin,
+    uint second_out, third_out, second_stride, third_stride;  // their places in `outputs`, and their strides
 };
 // A row is wanted if its route is not 0 (FIRING), or its predictor score is not below a threshold (CHOSEN).
 // The first rows have no score and are always wanted.
@@ -57,6 +64,12 @@ void put(Place place, uint t, uint r, float sum) {
         outputs[place.token * out_stride + place.rank * residual_stride + first_out + r] = total;
         return;
     }
-    if ((flags & RESIDUAL) != 0u) total = total + residuals[token * residual_stride + first_out + r];
-    outputs[token * out_stride + first_out + r] = total;
+    const uint own = first_out + r;
+    if ((flags & RESIDUAL) != 0u) total = total + residuals[token * residual_stride + own];
+    uint at = token * out_stride + own;
+    if (RESULT == JOINED && own >= third_row)
+        at = third_out + token * third_stride + own - third_row;
+    else if (RESULT == JOINED && own >= second_row)
+        at = second_out + token * second_stride + own - second_row;
+    outputs[at] = total;
 }

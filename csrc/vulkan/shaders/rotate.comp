@@ -11,23 +11,16 @@ layout(push_constant) uniform Push {
     uint head_dim, first, n_rot, is_neox;
 };
 
+#include "rotate.glsl"
+
 void main() {
     const uint i = gl_GlobalInvocationID.x, token = gl_GlobalInvocationID.y;
     if (i >= width) return;
-    const uint from = token * in_stride, channel = i % head_dim, head = i - channel;
-    precise float y = inputs[from + i];
-    if (channel >= first && channel < first + n_rot) {
-        const uint at = channel - first, half_rot = n_rot / 2u;
-        const uint pair = is_neox != 0u ? at % half_rot : at / 2u;
-        const bool is_second = is_neox != 0u ? at >= half_rot : (at & 1u) != 0u;
-        const uint start = from + head + first;
-        const float a = inputs[start + (is_neox != 0u ? pair : 2u * pair)];
-        const float b = inputs[start + (is_neox != 0u ? pair + half_rot : 2u * pair + 1u)];
-        const vec2 angle = angles[token * half_rot + pair];
-        if (is_second)
-            y = a * angle.y + b * angle.x;
-        else
-            y = a * angle.x - b * angle.y;
+    const uint channel = i % head_dim, head = token * in_stride + i - channel;
+    float y = inputs[head + channel];
+    if (is_rotated(channel)) {
+        const Pair pair = pair_of(channel);
+        y = rotated(pair, inputs[head + pair.one], inputs[head + pair.other], angles[token * (n_rot / 2u) + pair.angle]);
     }
     outputs[token * out_stride + i] = y;
 }

@@ -1,4 +1,4 @@
-// Products of quantised weights with inputs rounded to eight bits (quantize.comp), summed in the CPU's order
+// Products of quantised weights with inputs rounded to eight bits (rounding.glsl), summed in the CPU's order
 // (csrc/kernels/kernels.h). The products of a block are an exact integer. Block b belongs to sum b % 16 of
 // sixteen, which adds its blocks in order by fused multiply-add. A tree adds these sums.
 #include "common.glsl"

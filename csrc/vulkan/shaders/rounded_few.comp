@@ -1,14 +1,25 @@
 #version 450
 // A product of quantised weights with few tokens. Each of ROWS rows has SIDE lanes, which take blocks SIDE
-// apart, several at a time, so that enough reads are in flight.
+// apart, several at a time, so that enough reads are in flight. With gates, a workgroup computes rows of the
+// gate and then the same rows of up.
 #include "rounded.glsl"
 
 layout(constant_id = 3) const uint ROWS = 16;
 layout(constant_id = 4) const uint SIDE = 16;  // a lane has SUMS / SIDE of the sixteen sums
+layout(constant_id = 6) const uint ACTIVATION = 0;
 layout(local_size_x_id = 3, local_size_y_id = 4) in;
+layout(set = 0, binding = 7) writeonly buffer Rounded { uint rounded[]; };
 
 const uint OWN = SUMS / SIDE, AHEAD = TOKENS == 1u ? 4u : 2u;
+const uint ROUNDING = RESULT == GATED_ROUNDED ? ROWS * SIDE : 8u;
+// A turn is ROWS rows of gate or up; a rounded block has 32 neurons.
+const uint TURNS = RESULT == GATED_ROUNDED ? 2u * 32u / ROWS : 2u;
 shared float parts[SUMS * TOKENS * ROWS];
+shared float gates[RESULT >= GATED ? TOKENS * ROWS : 1u];
+shared float neurons[RESULT == GATED_ROUNDED ? TOKENS * 32u : 1u];
+
+#include "activation.glsl"
+#include "rounding.glsl"
 
 // Add a block's products with a token's inputs, which begin at `start`, to `sum`.
 float with_block(float sum, Raw raw, uint block, uint row, uint start) {
@@ -23,19 +34,12 @@ float with_block(float sum, Raw raw, uint block, uint row, uint start) {
     return added(sum, dots + facts.zeros, b.scale, b.minimum, b.parts, facts.scale, facts.sum);
 }
 
-void main() {
-    const uint x = gl_LocalInvocationID.x, side = gl_LocalInvocationID.y;
-    // An expert without a slot: the CPU computes it.
-    if (EXPERTS != 0u && routes[gl_WorkGroupID.y / n_used * route_stride + gl_WorkGroupID.y % n_used] < 0.0) return;
-    const uint r = gl_WorkGroupID.x * ROWS + x, row = r % 32u, n_blocks = n_cols / 32u;
-    const Place place = place_of(gl_WorkGroupID.y * TOKENS, n_blocks);
-    const uint tile = r / 32u + place.expert * ((n_rows + 31u) / 32u);
-    uint starts[TOKENS];
-    [[unroll]] for (uint t = 0; t < TOKENS; t++)
-        starts[t] = EXPERTS != 0u ? place.start : min(place.first + t, n_tokens - 1u) * in_stride;
+// Sum the products of a row with all tokens. Returns the sum of token `side` in the lanes that have one.
+float sum_of_row(uint tile, uint row, bool wanted, uint starts[TOKENS]) {
+    const uint x = gl_LocalInvocationID.x, side = gl_LocalInvocationID.y, n_blocks = n_cols / 32u;
     float sums[OWN * TOKENS];
     [[unroll]] for (uint i = 0; i < OWN * TOKENS; i++) sums[i] = 0.0;
-    if (is_wanted(r, place.first)) {
+    if (wanted) {
         uint from = side;
         for (; from + SIDE * (AHEAD - 1u) < n_blocks; from += SIDE * AHEAD) {
             Raw raw[AHEAD];
@@ -61,10 +65,58 @@ void main() {
         [[unroll]] for (uint t = 0; t < TOKENS; t++)
             parts[((side + i * SIDE) * TOKENS + t) * ROWS + x] = sums[i * TOKENS + t];
     barrier();
-    if (side >= TOKENS) return;
+    if (side >= TOKENS) return 0.0;
     precise float lanes[SUMS];
     [[unroll]] for (uint i = 0; i < SUMS; i++) lanes[i] = parts[(i * TOKENS + side) * ROWS + x];
     [[unroll]] for (uint n = SUMS / 2u; n > 0u; n /= 2u)
         [[unroll]] for (uint i = 0; i < n; i++) lanes[i] = lanes[i] + lanes[i + n];
-    put(place, side, r, lanes[0]);
+    return lanes[0];
+}
+
+// Compute neurons: the activated product with the gate's row, times the product with up's row.
+void put_neurons(Place place, uint tiles, uint starts[TOKENS]) {
+    const uint x = gl_LocalInvocationID.x, side = gl_LocalInvocationID.y;
+    for (uint turn = 0; turn < TURNS; turn++) {
+        const uint which = turn & 1u, first = (gl_WorkGroupID.x * (TURNS / 2u) + turn / 2u) * ROWS, neuron = first + x;
+        const uint tile = first_tile + first / 32u + which * tiles;
+        precise float total = sum_of_row(tile, first % 32u + x, neuron < n_rows, starts);
+        if (side < TOKENS) {
+            if ((flags & BIAS) != 0u) total = total + biases[which * bias_rows + first_bias + neuron];
+            if (which == 0u) {
+                gates[side * ROWS + x] = total;
+            } else {
+                precise float both = activated(gates[side * ROWS + x], threshold, vec3(0.0)) * total;
+                if (RESULT == GATED_ROUNDED)
+                    neurons[side * 32u + turn / 2u * ROWS + x] = both;
+                else if (neuron < n_rows && place.token + side < n_tokens)
+                    outputs[(place.token + side) * out_stride + first_out + neuron] = both;
+            }
+        }
+        barrier();
+    }
+    if (RESULT != GATED_ROUNDED) return;
+    const uint lane = gl_LocalInvocationIndex, token = lane / 8u;
+    const bool is_there = token < TOKENS && place.token + token < n_tokens;
+    vec4 of_lane = vec4(0.0);
+    if (is_there)
+        [[unroll]] for (uint c = 0; c < 4u; c++) of_lane[c] = neurons[4u * lane + c];
+    round_block(of_lane, is_there, (place.token + token) * out_stride + first_out / 32u + gl_WorkGroupID.x, 0);
+}
+
+void main() {
+    const uint x = gl_LocalInvocationID.x, side = gl_LocalInvocationID.y;
+    // An expert without a slot: the CPU computes it.
+    if (EXPERTS != 0u && routes[gl_WorkGroupID.y / n_used * route_stride + gl_WorkGroupID.y % n_used] < 0.0) return;
+    const Place place = place_of(gl_WorkGroupID.y * TOKENS, n_cols / 32u);
+    const uint first = gl_WorkGroupID.x * ROWS, r = first + x, tiles = (n_rows + 31u) / 32u;
+    uint starts[TOKENS];
+    [[unroll]] for (uint t = 0; t < TOKENS; t++)
+        starts[t] = EXPERTS != 0u ? place.start : min(place.first + t, n_tokens - 1u) * in_stride;
+    if (RESULT >= GATED) {
+        put_neurons(place, tiles, starts);
+        return;
+    }
+    const uint tile = first_tile + first / 32u + place.expert * tiles;
+    const float sum = sum_of_row(tile, first % 32u + x, is_wanted(r, place.first), starts);
+    if (side < TOKENS) put(place, side, r, sum);
 }

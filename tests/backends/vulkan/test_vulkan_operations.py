@@ -94,7 +94,7 @@ def test_the_shape_of_a_workgroup_changes_no_bit(
             assert np.array_equal(logits_of(backend, ids, splits, [3, 1]), expected), chosen
         compiled = [key for key in stage.opened.kernels.compiled if key[0] == "rounded_few"]
         for n in (1, 4):
-            assert {key[4:] for key in compiled if key[2] == n} == set(shapes.SHAPES)
+            assert {key[4:6] for key in compiled if key[2] == n} == set(shapes.SHAPES)
         backend.close()
 
 

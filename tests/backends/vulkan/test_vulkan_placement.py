@@ -99,7 +99,7 @@ def test_planned_bytes_equal_used_bytes(tmp_path: Path, kv_type: Any, options: d
         assert held <= facts.whole_bytes <= 1.34 * held + spare
         lowered = stage._program(frozenset())
         n = [sum(len(lowered.recorded(part, 1).dispatches) for part in ("body", "candidates"))]
-        assert n == [budget.dispatches(stage.graph, gguf.tensors, 12).total()]
+        assert n == [budget.dispatches(stage.graph, gguf.tensors).total()]
         backend.close()
 
 
@@ -333,6 +333,9 @@ def test_autotuning_measures_running_kernels(monkeypatch: pytest.MonkeyPatch) ->
     assert set(ran) == {1, 4, 8, 16, 24}
 
 
+GATES = 2  # from this kind of result on, a product of gates, whose workgroups are not tuned
+
+
 def test_a_load_tunes_its_device_once(tmp_path: Path, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the kernels get the measured shapes, and that the text is the same."""
     path = write_llama(tmp_path / "m.gguf", type_of=lambda _: GGMLType.Q4_0)
@@ -354,7 +357,8 @@ def test_a_load_tunes_its_device_once(tmp_path: Path, card: Any, monkeypatch: py
             assert asked == ["Q4_0"] * n
             assert np.array_equal(logits_of(backend, tokens(9), [1, 2], [0]), expected)
             kernels = stage_of(backend).opened.kernels.compiled
-            assert {key[4:] for key in kernels if key[0] == "rounded_few"} == {chosen}
+            products = [key for key in kernels if key[0] == "rounded_few"]
+            assert {key[4:6] for key in products if key[6] < GATES} == {chosen}
             backend.close()
     shown = inside("doctor").stdout
     assert "Q4_0 8×8 and 8×8 for one token, 8×8 and 8×8 for several up to 8" in " ".join(shown.split())

@@ -24,6 +24,9 @@ from hotset.backends.vulkan.kernels import Recorder
 from hotset.backends.vulkan.timings import TRACE
 from hotset.errors import DeviceError, OutOfMemoryError
 from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.quants import GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
 
 __all__ = ["validated"]  # the fixture
 NO_MEMORY = -2
@@ -50,7 +53,7 @@ def test_every_dispatch_of_a_step_is_timed(gguf: GGUFFile) -> None:
     assert taken[0].n_steps == 2
     assert 0 < taken[0].on_device < taken[0].on_host
     n = sum(operation.dispatches for operation in taken[0].operations)
-    counted = dispatches(stage.graph, gguf.tensors, backend.n_blocks)
+    counted = dispatches(stage.graph, gguf.tensors)
     assert n == counted.total() - len(n_chunks(200)) + 1  # a copy of the logits, not their candidates
     assert 2 < taken[0].groups <= n
     named = {operation.operation: operation for operation in taken[0].operations if operation.weight_bytes}
@@ -58,6 +61,37 @@ def test_every_dispatch_of_a_step_is_timed(gguf: GGUFFile) -> None:
     assert all(operation.seconds >= 0 for operation in taken[0].operations)
     assert np.array_equal(backend.step(one).logits, plain[0])
     assert backend.end_timing() == []
+
+
+OF_A_MIXTURE = {"attn_v": GGMLType.Q6_K, "ffn_down": GGMLType.Q6_K}
+
+
+@pytest.mark.parametrize(
+    ("type_of", "n_dispatches"),
+    [
+        (lambda _: GGMLType.Q4_0, 8),
+        (lambda name: OF_A_MIXTURE.get(name.split(".")[-1], GGMLType.Q4_K), 9),  # v has another type than q
+    ],
+    ids=["Q4_0", "Q4_K and Q6_K"],
+)
+def test_a_dense_layer_has_few_dispatches(tmp_path: Path, type_of: Any, n_dispatches: int) -> None:
+    """Count the dispatches of a layer for one token, and their groups, in a context of two splits."""
+    found, sizes = [], {"n_embd": 256, "n_ff": 256, "head_dim": 64}
+    for n_layer in (1, 2):
+        path = write_llama(tmp_path / "m.gguf", n_layer=n_layer, type_of=type_of, **sizes)
+        with open_gguf(path) as gguf:
+            backend = vulkan(gguf, n_blocks=9)
+            backend.start_timing()
+            backend.step(batch([(tokens(1), 0, [0])]))
+            [times] = backend.end_timing()
+            found.append((sum(one.dispatches for one in times.operations), times.groups))
+            backend.close()
+    (one, of_one), (two, of_two) = found
+    assert two - one == n_dispatches
+    assert of_two - of_one == 8
+    with open_gguf(write_llama(tmp_path / "m.gguf", n_layer=32, type_of=type_of, **sizes)) as gguf:
+        counted = dispatches(describe(config_from_gguf(gguf), gguf.tensors), gguf.tensors)
+    assert counted.total() <= 32 * n_dispatches + 6
 
 
 def test_steps_without_timing_have_no_timestamps(gguf: GGUFFile) -> None:

@@ -25,9 +25,9 @@ import numpy as np
 
 from hotset.backends.stage import BackendOptions
 from hotset.backends.vulkan.devices import NAME, VulkanInfo, validates
-from hotset.backends.vulkan.program import rounded_input
 from hotset.backends.vulkan.shapes import CANDIDATES, DeviceShapes, ProductShapes, default_shapes
 from hotset.backends.vulkan.stage import OpenDevice, VulkanStage
+from hotset.backends.vulkan.steps import rounded_input
 from hotset.backends.vulkan.weights import COMPUTED
 from hotset.errors import HotsetError
 from hotset.formats.gguf import TensorInfo

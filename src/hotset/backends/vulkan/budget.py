@@ -23,17 +23,10 @@ from hotset.backends.vulkan.memory import (
     planned_bytes,
     planned_spare,
 )
-from hotset.backends.vulkan.program import (
-    KV_CHANNELS,
-    n_splits,
-    part_bytes,
-    places_of,
-    rounded_bytes,
-    rounded_input,
-    steps_of,
-)
+from hotset.backends.vulkan.program import KV_CHANNELS
 from hotset.backends.vulkan.program import missing_kernel as missing_operation
 from hotset.backends.vulkan.split import exchange_bytes
+from hotset.backends.vulkan.steps import forms_of, part_bytes, places_of, steps_of
 from hotset.backends.vulkan.weights import COMPUTED as COMPUTED_TYPES
 from hotset.backends.vulkan.weights import TILE, tile_bytes
 from hotset.formats.quants import GGMLType
@@ -190,8 +183,9 @@ def workspace_bytes(
 
     It counts values, the inputs of a step, logits if they are in device memory, and unused room in blocks.
     """
-    steps, first_of_tail = steps_of(graph)
-    _, values = places_of(steps, first_of_tail, set(), graph.result, max_batch)
+    steps, first_of_tail = steps_of(graph, tensors)
+    forms = forms_of(steps, {graph.result.id}, tensors)
+    _, values = places_of(steps, first_of_tail, graph.result, max_batch, forms, tensors)
     residual = Value(-1, graph.ops[0].out.width, "residual")
     sizes = [
         values,
@@ -200,21 +194,21 @@ def workspace_bytes(
         4 * max_batch * stride_of(residual),  # the result of a part without the output
         candidates.scratch_bytes(graph.result.width, OUTPUT_ROWS),
         *part_bytes(steps, max_batch, n_blocks),
-        rounded_bytes(steps, first_of_tail, max_batch, tensors),
     ]
     return sum(size + PAGE for size in sizes) + 2 * SPARE
 
 
-def dispatches(graph: Graph, tensors: Mapping[str, TensorInfo], n_blocks: int) -> Counter[int]:
+def dispatches(graph: Graph, tensors: Mapping[str, TensorInfo]) -> Counter[int]:
     """Count the dispatches for one token in each layer; NO_LAYER counts the others, with candidates."""
     counts: Counter[int] = Counter({NO_LAYER: len(candidates.n_chunks(graph.result.width))})
-    rounded: Value | None = None
-    for step in steps_of(graph)[0]:
+    steps, _ = steps_of(graph, tensors)
+    forms, rounded = forms_of(steps, {graph.result.id}, tensors), set[Value]()
+    for step in steps:
         match step.op:
             case ops.Embed() | ops.NgramEmbed() | ops.PositionGain():
                 n = 0
-            case ops.Attention():
-                n = (2 if step.op.source is None else 0) + (2 if n_splits(n_blocks) > 1 else 1)
+            case ops.Attention(source=None):  # keys and values are stored first
+                n = 2
             case ops.ExpertSum():
                 n = 2
             case ops.ShortConv():
@@ -223,7 +217,8 @@ def dispatches(graph: Graph, tensors: Mapping[str, TensorInfo], n_blocks: int) -
                 n = 3
             case _:
                 n = 1
-        if (x := rounded_input(step.op, tensors)) is not None and x != rounded:
-            rounded, n = x, n + 1
-        counts[step.op.layer] += n
+        read = {value for value, is_rounded in step.reads(tensors) if is_rounded}
+        by_others = {value for value in read if not forms[value.id].by_maker} - rounded
+        rounded |= by_others
+        counts[step.op.layer] += n + len(by_others)
     return counts

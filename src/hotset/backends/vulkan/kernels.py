@@ -31,28 +31,27 @@ class _Shape:
 
 
 KERNELS = {
-    "attention": _Shape(10, "10I2f"),
+    "attention": _Shape(13, "10I2f"),
     "candidates": _Shape(2, "3I"),
-    "combine": _Shape(4, "7I"),
     "conv": _Shape(6, "6I"),
     "elementwise": _Shape(3, "6I4f"),
     "expert_sum": _Shape(4, "5I"),
     "head_dot": _Shape(5, "6I"),
     "heads": _Shape(3, "8I"),
-    "linear_few": _Shape(7, "13If"),
-    "linear_many": _Shape(7, "13If"),
+    "linear_few": _Shape(7, "13If7I"),
+    "linear_many": _Shape(7, "13If7I"),
     "neurons": _Shape(3, "5If"),
-    "norm": _Shape(4, "4If"),
+    "norm": _Shape(5, "4If"),
     "probe": _Shape(1, ""),
     "quantize": _Shape(2, "2I"),
     "rotate": _Shape(3, "7I"),
-    "rounded_few": _Shape(7, "13If"),
-    "rounded_many": _Shape(7, "13If"),
+    "rounded_few": _Shape(8, "13If7I"),
+    "rounded_many": _Shape(7, "13If7I"),
     "route": _Shape(4, "8If"),
     "scan": _Shape(9, "16I"),
     "select": _Shape(3, "3I"),
     "slots": _Shape(4, "3I"),
-    "store": _Shape(4, "5I"),
+    "store": _Shape(10, "11I"),
     "streams": _Shape(4, "10If"),
     "transposed": _Shape(7, "9I"),
 }
@@ -132,7 +131,7 @@ class Recorder:
         self.program = _core.VulkanProgram(kernels.device, kernels.timings is not None)
         self.dispatches: list[Dispatch] = []
         self.operation = ""
-        self.rounded: Value | None = None  # the value whose rows were rounded last
+        self.rounded: set[Value] = set()  # whose rows were rounded by a dispatch of their own
         self._kernels = kernels
 
     def add(

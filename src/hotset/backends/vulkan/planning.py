@@ -265,7 +265,7 @@ def model_facts(
     parts: dict[int, list[Primitive]] = {}
     for op in graph.primitives:
         parts.setdefault(op.layer, []).append(op)
-    n_kernels = budget.dispatches(graph, tensors, n_blocks)
+    n_kernels = budget.dispatches(graph, tensors)
     n_ff = {op.layer: op.n_ff for op in graph.ops if isinstance(op, ops.Ffn) and not op.shared}
     split = {} if mode == "dense" else split_ffns(graph)
     moe = cached or {}

@@ -1,39 +1,39 @@
-"""Recording of a graph's operations as dispatches of kernels. A step submits the recordings.
+"""Recording of a graph's operations (steps.py) as dispatches of kernels. A step submits the recordings.
 
-A residual is fused into the product before it, and an activation into the product of gate and up. An
-operation, a tensor type or a setting without a kernel raises an error: nothing is computed elsewhere.
+An operation, a tensor type or a setting without a kernel raises an error: nothing is computed elsewhere.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import BLOCK_SIZE, N_CANDIDATES
+from hotset.backends.base import N_CANDIDATES
 from hotset.backends.vulkan import candidates
 from hotset.backends.vulkan.adapters import DeviceAdapters
-from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT, VulkanInputs
+from hotset.backends.vulkan.inputs import OUTPUT_ROWS, VulkanInputs
 from hotset.backends.vulkan.kernels import Record, Recorder, VulkanKernels, by_values, stride_of
 from hotset.backends.vulkan.memory import BufferRange, aligned
 from hotset.backends.vulkan.plugin import CAPABILITIES, refused
-from hotset.backends.vulkan.recurrent import scan, scratch_bytes, short_conv
-from hotset.backends.vulkan.shapes import TOKENS_OF_FEW
-from hotset.backends.vulkan.split import (
-    Gather,
-    SharedLayers,
-    SplitOperation,
-    Submit,
-    hot_part,
-    of_slots,
-    operations_before,
+from hotset.backends.vulkan.recurrent import scan, short_conv
+from hotset.backends.vulkan.shapes import GATED, TOKENS_OF_FEW
+from hotset.backends.vulkan.split import SharedLayers, SplitOperation
+from hotset.backends.vulkan.steps import (
+    BLOCK,
+    FEW,
+    ON_HOST,
+    FusedStep,
+    forms_of,
+    n_splits,
+    part_bytes,
+    places_of,
+    rounded_bytes,
+    steps_of,
 )
-from hotset.backends.vulkan.weights import FLOATS, MatrixPart, VulkanMatrix, VulkanWeights
-from hotset.formats.gguf import TensorInfo
+from hotset.backends.vulkan.weights import FLOATS, JoinedProducts, MatrixPart, VulkanMatrix, VulkanWeights
 from hotset.load_parameters import KVType
 from hotset.model.graph import Graph
 from hotset.model.operations import (
@@ -43,10 +43,8 @@ from hotset.model.operations import (
     Attention,
     ChannelScan,
     DeltaNet,
-    Embed,
     ExpertLinear,
     ExpertSum,
-    Ffn,
     GaussianTopK,
     HeadDot,
     Heads,
@@ -56,9 +54,6 @@ from hotset.model.operations import (
     Mask,
     MatchMagnitude,
     Multiply,
-    NgramEmbed,
-    Op,
-    PositionGain,
     Primitive,
     RMSNorm,
     Rotate,
@@ -78,11 +73,7 @@ from hotset.model.operations import (
     Wkv,
 )
 
-ON_HOST = (Embed, NgramEmbed, PositionGain)  # the host computes their results
-FEW = 8  # up to this many tokens attention is split, and float products use linear_few.comp
 _TILE = 32  # rows of a workgroup, and its tokens in kernels for many tokens
-BLOCK = 32  # columns of a matrix that share a scale, and their inputs
-ROUNDED_BYTES = 48  # of a rounded block of inputs (csrc/vulkan/shaders/rounded.glsl)
 _BLOCKS_OF_GROUP = 8  # csrc/vulkan/shaders/quantize.comp
 KV_CODES: Mapping[KVType, int] = {"f32": 0, "f16": 1, "q8_0": 2}
 KV_CHANNELS: Mapping[KVType, int] = {"f32": 4, "f16": 8, "q8_0": 16}  # in 16 bytes
@@ -94,6 +85,10 @@ ACTIVATIONS = {
 _ADD, _MULTIPLY, _SCALE, _SOFT_CAP, _ACTIVATE, _GATED, _WEIGHTED, _MASK, _THRESHOLD = range(9)
 _ADAPTED = 10
 _RMS, _LAYER, _TOP_K, _MATCH = range(4)  # csrc/vulkan/shaders/norm.comp
+_NARROW, _LANES, _WIDE_LANES = 512, 64, 256  # a norm of more than 512 values has the wide workgroup
+_AS_FLOATS, _ROUNDED = 1, 2  # forms of a kernel's result
+_ONE, _JOINED, _NEURONS, _ROUNDED_NEURONS = range(4)  # results of csrc/vulkan/shaders/product.glsl
+_ALONE = 0, 0, 0, 0, 0, 0  # push constants of a product without joined ones
 _ALL = 0xFFFFFFFF  # a token sees all positions
 _BIAS, _RESIDUAL, _FIRING, _CHOSEN = 1, 2, 4, 8
 _SCORINGS: Mapping[Scoring, int] = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
@@ -130,26 +125,6 @@ class VulkanParts:
     shared: SharedLayers | None = None
 
 
-_Wanted = Value | Mask | None
-_Opened = tuple[Primitive | SplitOperation, _Wanted, bool]  # the last: a product of hot neurons
-
-
-@dataclass(frozen=True)
-class FusedStep:
-    """An operation, or two that one kernel computes.
-
-    other: the value that is added to, or multiplied with, the first operation's result. wanted: the rows of a
-    product that are computed: those with a nonzero value of an activation, or those that a mask selects.
-    is_hot: a product of the hot neurons of a split layer.
-    """
-
-    op: Primitive | SplitOperation
-    out: Value
-    other: Value | None = None
-    wanted: _Wanted = None
-    is_hot: bool = False
-
-
 class RecordedGraph:
     """The dispatches of a graph with a set of taps.
 
@@ -172,11 +147,14 @@ class RecordedGraph:
         self.max_batch, self._n_kv_blocks, self._shared = parts.max_batch, parts.n_kv_blocks, parts.shared
         if parts.shared is not None:
             parts.shared.check_taps(graph.ffns, taps)
-        steps, first_of_tail = steps_of(graph, taps, parts.shared)
-        self._of_tail = {step.out.id for step in steps[first_of_tail:]}
+        tensors = self.weights.tensors
+        steps, first_of_tail = steps_of(graph, tensors, taps, parts.shared)
+        self._of_tail = {value.id for step in steps[first_of_tail:] for value in step.outs}
         self.tapped = [value for value in graph.values if value.name in taps]
-        self._pieces: dict[int, BufferRange] = {}
-        self._allocate(steps, first_of_tail, {value.id for value in self.tapped})
+        kept = {value.id for value in self.tapped}
+        self._forms = forms_of(steps, {*kept, graph.result.id}, tensors)
+        self._pieces: dict[tuple[int, bool], BufferRange] = {}  # as places_of
+        self._allocate(steps, first_of_tail, kept)
         self.body, self.tail = (
             [(step, self._lower(step)) for step in part if not isinstance(step.op, ON_HOST)]
             for part in (steps[:first_of_tail], steps[first_of_tail:])
@@ -257,26 +235,26 @@ class RecordedGraph:
 
     def _allocate(self, steps: list[FusedStep], first_of_tail: int, kept: set[int]) -> None:
         """Allocate one buffer for all values, in which values alive together do not overlap, and scratch."""
-        places, size = places_of(steps, first_of_tail, kept, self.graph.result, self.max_batch)
-        result = self.graph.result
-        workspace = self._kernels.device.allocate(max(size, aligned(1)), "device")
-        self._pieces = {id: BufferRange(workspace, *place) for id, place in places.items()}
+        result, device = self.graph.result, self._kernels.device
+        places, size = places_of(
+            steps, first_of_tail, result, self.max_batch, self._forms, self.weights.tensors, kept
+        )
+        workspace = device.allocate(max(size, aligned(1)), "device")
+        self._pieces = {key: BufferRange(workspace, *place) for key, place in places.items()}
         n_rows = OUTPUT_ROWS if result.id in self._of_tail else self.max_batch
         n_logits = 4 * n_rows * stride_of(result)
-        logits = self._kernels.device.allocate(n_logits, "from_device")
+        logits = device.allocate(n_logits, "from_device")
         self._on_host = BufferRange(logits, 0, n_logits)
-        self._pieces.setdefault(result.id, self._on_host)  # rows of a tail are copied there later
-        of_splits, of_operations = part_bytes(steps, self.max_batch, self._n_kv_blocks)
+        # Rows of a tail are copied there later.
+        self._pieces.setdefault((result.id, False), self._on_host)
+        of_splits, of_counts, of_operations = part_bytes(steps, self.max_batch, self._n_kv_blocks)
         of_candidates = candidates.scratch_bytes(result.width, n_rows) if result.id in self._of_tail else 0
         n_bytes = max(of_operations, of_candidates, *(self._bytes_of_low_rank(step.op) for step in steps))
-        device = self._kernels.device
         self._parts = BufferRange(device.allocate(of_splits, "device"), 0, of_splits) if of_splits else None
         self.scratch = BufferRange(device.allocate(n_bytes, "device"), 0, n_bytes)
-        of_rounded = rounded_bytes(steps, first_of_tail, self.max_batch, self.weights.tensors)
-        self._rounded = (
-            BufferRange(device.allocate(of_rounded, "device"), 0, of_rounded) if of_rounded else None
-        )
-        parts = [one.buffer for one in (self._parts, self.scratch, self._rounded) if one is not None]
+        self._counts = BufferRange(device.allocate(max(of_counts, 4), "device"), 0, max(of_counts, 4))
+        self._counts.buffer.clear()
+        parts = [one.buffer for one in (self._parts, self.scratch, self._counts) if one is not None]
         self.nbytes = sum(buffer.reserved for buffer in (workspace, logits, *parts))
 
     @property
@@ -285,7 +263,8 @@ class RecordedGraph:
         return n_splits(self._n_kv_blocks)
 
     def _piece(self, value: Value) -> BufferRange:
-        return self._pieces[value.id] if value.id in self._pieces else self.inputs[value]
+        key = value.id, False
+        return self._pieces[key] if key in self._pieces else self.inputs[value]
 
     def read(self, value: Value, n: int) -> _core.VulkanBinding:
         """Return a binding of n rows of a value for a dispatch that reads them."""
@@ -295,15 +274,32 @@ class RecordedGraph:
         """Return a binding of n rows of a value for a dispatch that writes them."""
         return self._piece(value).bound(4 * n * stride_of(value), written=True)
 
+    def _rounded(self, value: Value, n: int, *, written: bool = False) -> _core.VulkanBinding:
+        """Return a binding of n rounded rows of a value."""
+        return self._pieces[value.id, True].bound(rounded_bytes(value, n), written=written)
+
+    def _results(self, value: Value, n: int) -> tuple[int, _core.VulkanBinding, _core.VulkanBinding]:
+        """Return the forms in which a kernel writes a value, and bindings of its floats and rounded rows.
+
+        A form that is not written is bound to the memory of the other.
+        """
+        form = self._forms[value.id]
+        forms = _AS_FLOATS * form.floats + _ROUNDED * form.by_maker
+        rounded = self._rounded(value, n, written=True) if form.by_maker else self.written(value, n)
+        return forms, self.written(value, n) if form.floats else rounded, rounded
+
     # ---- operations ----
 
     def _lower(self, step: FusedStep) -> Record:  # noqa: C901 - a case for each operation
         if isinstance(step.op, SplitOperation):
             assert self._shared is not None
             return self._shared.lower(step.op, self)
-        if (what := missing_kernel(step.op)) is not None:
-            raise refused(step.op.out.name, what)
+        for op in (step.op, *(one.op for one in step.more)):
+            if not isinstance(op, SplitOperation) and (what := missing_kernel(op)) is not None:
+                raise refused(op.out.name, what)
         match step.op:
+            case Linear() if step.products:
+                return self._products(step)
             case RMSNorm() | UnitNorm() | LayerNorm():
                 return self._norm(step.op)
             case GaussianTopK():
@@ -337,7 +333,7 @@ class RecordedGraph:
             case Rotate():
                 return self._rotate(step.op)
             case Attention():
-                return self._attention(step.op)
+                return self._attention(step)
             case LowRank():
                 return self._low_rank(step.op)
             case SelectOutputs():
@@ -368,15 +364,15 @@ class RecordedGraph:
         bias = self.weights.vector(op.bias) if isinstance(op, LayerNorm) and op.bias is not None else None
         width = op.x.width // op.n_head
         kind = _LAYER if isinstance(op, LayerNorm) else _RMS
-        constants = [kind, weight is not None, bias is not None]
         stride = width if weight is not None and weight.size == 4 * op.x.width else 0
         push = (width, stride_of(op.x), stride_of(op.out), stride, op.eps)
 
         def record(to: Recorder, n: int) -> None:
             x = self.read(op.x, n)
             vectors = [vector.bound() if vector else x for vector in (weight, bias)]
-            bindings = [x, *vectors, self.written(op.out, n)]
-            to.add("norm", constants, bindings, push, (op.n_head, n, 1))
+            forms, *results = self._results(op.out, n)
+            constants = [kind, weight is not None, bias is not None, _lanes_of(width), forms]
+            to.add("norm", constants, [x, *vectors, *results], push, (op.n_head, n, 1))
 
         return record
 
@@ -390,8 +386,9 @@ class RecordedGraph:
 
         def record(to: Recorder, n: int) -> None:
             read = self.read(x, n)
-            bindings = [read, read if like is None else self.read(like, n), read, self.written(out, n)]
-            to.add("norm", [kind, 0, 0], bindings, push, (x.width // width, n, 1))
+            others, to_out = read if like is None else self.read(like, n), self.written(out, n)
+            bindings = [read, others, read, to_out, to_out]
+            to.add("norm", [kind, 0, 0, _lanes_of(width)], bindings, push, (x.width // width, n, 1))
 
         return record
 
@@ -444,23 +441,104 @@ class RecordedGraph:
     def _linear(self, step: FusedStep) -> Record:
         op, out, residual, wanted = step.op, step.out, step.other, step.wanted
         assert isinstance(op, Linear)
-        first_row, bias = op.first_row, self.weights.bias(op.bias)
         if step.is_hot:
-            rows = first_row + self._hot(op)
-            matrix = self.weights.chosen(op.weight, op.x.width, rows)
-            bias = bias and self.weights.numbers_of(bias, (op.bias, first_row), rows)
-            first_row = 0
+            rows = op.first_row + self._hot(op)
+            matrix, first_bias = self.weights.chosen(op.weight, op.x.width, rows), 0
+            bias = self.weights.bias(op.bias)
+            bias = bias and self.weights.numbers_of(bias, (op.bias, op.first_row), rows)
         else:
-            matrix = self.weights.rows(op.weight, op.x.width, first_row, op.out.width)
+            matrix, bias, first_bias = self.weights.of_product(op)
         mask = wanted if isinstance(wanted, Mask) else None
-        firing = _value_of(wanted)
+        firing = wanted.scores if isinstance(wanted, Mask) else wanted
         strides = [stride_of(value) if value else 0 for value in (out, residual, firing)]
 
         def record(to: Recorder, n: int) -> None:
             x, x_stride = self._input(to, n, op.x, matrix)
             rows = [self.read(value, n) if value else None for value in (residual, firing)]
             ends = [x, self.written(out, n), bias.bound() if bias else None, *rows]
-            self._product(to, n, matrix, ends, (x_stride, *strides), first_row, mask)
+            self._product(to, n, matrix, ends, (x_stride, *strides), first_bias, mask)
+
+        return record
+
+    def _products(self, step: FusedStep) -> Record:
+        """Return the record of several products of one input, which share a dispatch for few tokens."""
+        joined = JoinedProducts(step.products, step.is_gated)
+        apart = [self._neurons_of(step)] if step.is_gated else []
+        apart = [*(self._linear(FusedStep(op, op.out)) for op in step.products), *apart]
+        if not self.weights.has(joined):
+            return _in_order(apart)
+        together = self._gated(step, joined) if step.is_gated else self._joined(joined)
+
+        def record(to: Recorder, n: int) -> None:
+            matrix, _ = self.weights.of_products(joined)
+            if n <= self._most_few(matrix):
+                together(to, n)
+                return
+            for one in apart:
+                one(to, n)
+
+        return record
+
+    def _joined(self, joined: JoinedProducts) -> Record:
+        """Return the record of products whose results are adjacent."""
+        (matrix, biases), ops = self.weights.of_products(joined), joined.ops
+        places = [self._pieces[op.out.id, False] for op in ops]
+        rows = np.cumsum([op.out.width for op in ops])[:-1].tolist()
+        outs = [(place.offset - places[0].offset) // 4 for place in places[1:]]
+        strides = [stride_of(op.out) for op in ops]
+        spare = [0] * (3 - len(ops))
+        others = *rows, *(_ALL for _ in spare), *outs, *spare, *strides[1:], *spare
+
+        def record(to: Recorder, n: int) -> None:
+            x, x_stride = self._input(to, n, ops[0].x, matrix)
+            size = places[-1].offset - places[0].offset + 4 * n * strides[-1]
+            ends = [x, places[0].bound(size, written=True), biases.bound() if biases else None, None, None]
+            self._product(to, n, matrix, ends, (x_stride, strides[0], 0, 0), joined=others)
+
+        return record
+
+    def _gated(self, step: FusedStep, joined: JoinedProducts) -> Record:
+        """Return the record of the neurons of few tokens: activated gates times up, in one dispatch."""
+        (matrix, biases), ops = self.weights.of_products(joined), joined.ops
+        last, n_ff = step.more[-1], ops[0].out.width
+        assert isinstance(last.op, Activate)
+        act, form = last.op, self._forms[last.out.id]
+        result, stride = _NEURONS, stride_of(last.out)
+        if form.by_maker:
+            result, stride = _ROUNDED_NEURONS, n_ff // BLOCK
+
+        def record(to: Recorder, n: int) -> None:
+            x, x_stride = self._input(to, n, ops[0].x, matrix)
+            _, *results = self._results(last.out, n)
+            tokens = 1 if n == 1 else TOKENS_OF_FEW
+            for part in matrix.parts:
+                codes = part.codes.bound()
+                bindings = [
+                    codes, part.more.bound() if part.more else codes, x, results[0],
+                    biases.bound() if biases else codes, codes, codes, results[1],
+                ]  # fmt: skip
+                push = (
+                    n, part.n_rows, matrix.n_cols, _BIAS if biases else 0, x_stride, stride, 0, 0, 1, n_ff,
+                    part.first, part.first, 0, act.threshold, part.tile, *_ALONE,
+                )  # fmt: skip
+                neurons = BLOCK if form.by_maker else GATED.rows
+                groups = -(-part.n_rows // neurons), -(-n // tokens), 1
+                constants = [matrix.type, tokens, 0, *GATED, result, ACTIVATIONS[act.kind]]
+                to.add("rounded_few", constants, bindings, push, groups, part.nbytes)
+
+        return record
+
+    def _neurons_of(self, step: FusedStep) -> Record:
+        """Return the record of the neurons from gate and up, which were computed separately."""
+        last, gate = step.more[-1], step.out
+        form = self._forms[last.out.id]
+        out = last.out if form.floats else gate  # rounded neurons replace the gates
+        activate = self._activate(replace(last, out=out))
+
+        def record(to: Recorder, n: int) -> None:
+            activate(to, n)
+            if form.by_maker:
+                self._round(to, n, self.read(out, n), last.out)
 
         return record
 
@@ -477,15 +555,21 @@ class RecordedGraph:
         """
         if matrix.type in FLOATS:
             return self.read(x, n), stride_of(x)
-        assert self._rounded is not None
-        n_blocks = x.width // BLOCK
-        size = n * n_blocks * ROUNDED_BYTES
-        if to.rounded != x:
-            to.rounded = x
-            bindings = [self.read(x, n), self._rounded.bound(size, written=True)]
-            groups = -(-n_blocks // _BLOCKS_OF_GROUP), n, 1
-            to.add("quantize", [0], bindings, (n_blocks, stride_of(x)), groups)
-        return self._rounded.bound(size), n_blocks
+        if not self._forms[x.id].by_maker and x not in to.rounded:
+            to.rounded.add(x)
+            self._round(to, n, self.read(x, n), x)
+        return self._rounded(x, n), x.width // BLOCK
+
+    def _round(self, to: Recorder, n: int, floats: _core.VulkanBinding, value: Value) -> None:
+        """Record the rounding of n rows of a value."""
+        n_blocks = value.width // BLOCK
+        groups = -(-n_blocks // _BLOCKS_OF_GROUP), n, 1
+        bindings = [floats, self._rounded(value, n, written=True)]
+        to.add("quantize", [0], bindings, (n_blocks, stride_of(value)), groups)
+
+    def _most_few(self, matrix: VulkanMatrix) -> int:
+        """Return the most tokens of a step for which the kernels of few tokens compute a product."""
+        return FEW if matrix.type in FLOATS else self._kernels.shapes.of(matrix.type).most_few
 
     def _product(
         self,
@@ -494,31 +578,37 @@ class RecordedGraph:
         matrix: VulkanMatrix,
         ends: Sequence[_core.VulkanBinding | None],
         strides: Sequence[int],
-        first_row: int = 0,
+        first_bias: int = 0,
         mask: Mask | None = None,
+        joined: Sequence[int] = (),
     ) -> None:
         """Record the product of n rows and a matrix.
 
         ends: x, out, and bias, residual and the selection of rows, each of which may be None. The selection
-        holds scores if `mask` is given. strides: of all ends except the bias.
+        holds scores if `mask` is given. strides: of all ends except the bias. joined: the push constants of
+        the second and third result, for few tokens.
         """
         x, out, *others = ends
         of_wanted = _FIRING if mask is None else _CHOSEN
         flags = sum(flag for flag, end in zip((_BIAS, _RESIDUAL, of_wanted), others, strict=True) if end)
         scores = (0, 0.0) if mask is None else (mask.first, mask.threshold)
-        few = FEW if matrix.type in FLOATS else self._kernels.shapes.of(matrix.type).most_few
+        few = self._most_few(matrix)
         for part in matrix.parts:
             codes = part.codes.bound()
             assert x is not None
             assert out is not None
             bindings = [codes, part.more.bound() if part.more else codes, x, out]
             bindings += [codes if end is None else end for end in others]
-            firsts = first_row + part.first, part.first
-            push = n, part.n_rows, matrix.n_cols, flags, *strides, 1, 0, *firsts, *scores
+            firsts = first_bias + part.first, part.first
+            push = (
+                n, part.n_rows, matrix.n_cols, flags, *strides, 1, 0, *firsts, *scores, part.tile,
+                *(joined or _ALONE),
+            )  # fmt: skip
             what = bindings, push, part.nbytes
             if n <= few:
                 tokens = 1 if n == 1 else TOKENS_OF_FEW
-                self._few(to, matrix, part, tokens, -(-n // tokens), what)
+                result = _JOINED if joined else _ONE
+                self._few(to, matrix, part, tokens, -(-n // tokens), what, result=result)
             else:
                 groups = -(-part.n_rows // _TILE), -(-n // _TILE), 1
                 if matrix.type in FLOATS:
@@ -530,6 +620,7 @@ class RecordedGraph:
     def _few(
         self, to: Recorder, matrix: VulkanMatrix, part: MatrixPart, tokens: int, n: int,
         what: tuple[list[_core.VulkanBinding], Sequence[float], int], experts: int = 0,
+        result: int = _ONE,
     ) -> None:  # fmt: skip
         """Record a product for n groups of `tokens` rows.
 
@@ -538,12 +629,13 @@ class RecordedGraph:
         bindings, push, n_bytes = what
         constants = [matrix.type, tokens, experts]
         if matrix.type in FLOATS:
-            constants.append(_is_whole(matrix))
+            constants += [_is_whole(matrix), 0, result]
             to.add("linear_few", constants, bindings, push, (-(-part.n_rows // _TILE), n, 1), n_bytes)
             return
         shape = self._kernels.shapes.of(matrix.type).of(tokens, part.n_rows)
         groups = -(-part.n_rows // shape.rows), n, 1
-        to.add("rounded_few", [*constants, *shape], bindings, push, groups, n_bytes)
+        bindings = [*bindings, bindings[3]]  # rounded neurons, which only gates have
+        to.add("rounded_few", [*constants, *shape, result], bindings, push, groups, n_bytes)
 
     def _low_rank(self, op: LowRank) -> Record:
         """Return the record of all adapters at `op`: for each, add (x · a) · scale of the token · b to y."""
@@ -692,7 +784,7 @@ class RecordedGraph:
                 ]  # fmt: skip
                 push = (
                     n, part.n_rows, n_cols, _BIAS if bias else 0, x_stride, *strides, op.n_used, bias_rows,
-                    first_bias + part.first, part.first, 0, 0.0,
+                    first_bias + part.first, part.first, 0, 0.0, part.tile, *_ALONE,
                 )  # fmt: skip
                 self._few(to, matrix, part, 1, n * op.n_used, (bindings, push, 0), 2 if of_parts else 1)
 
@@ -729,55 +821,75 @@ class RecordedGraph:
 
         return record
 
-    def _attention(self, op: Attention) -> Record:
+    def _attention(self, step: FusedStep) -> Record:
+        op = step.op
+        assert isinstance(op, Attention)
         cache, code = self._cache[op.cache_layer], KV_CODES[self._kv_type]
         sinks = self.weights.bias(op.sinks)
         slopes = None if op.slopes is None else self.weights.made(op.slopes, lambda: np.array(op.slopes))
-        names = "positions", "tables"
-        positions, tables = (self.inputs[name].bound() for name in names)
+        positions, tables = (self.inputs[name].bound() for name in ("positions", "tables"))
         if op.causal:
             visible = op.window - 1 if op.window else _ALL, 0, op.first_seen
         else:
             visible = *((op.window // 2,) * 2 if op.window else (_ALL, _ALL)), op.first_seen
-        constants = [code, op.head_dim, op.head_dim_v, sinks is not None]
         others = slopes is not None, op.softcap > 0
         push = (
             op.n_head, op.n_head_kv, stride_of(op.q), stride_of(op.out), self._n_kv_blocks, self.max_batch,
             *visible, self._n_splits, op.scale, op.softcap,
         )  # fmt: skip
-        stored = (
-            (op.k, op.head_dim, cache.keys, cache.key_scales),
-            (op.v, op.head_dim_v, cache.values, cache.value_scales),
-        )
+        stored = self._stored(step) if op.source is None else _nothing
+        groups_of_step = self.inputs.groups_of("heads", op.n_head)
 
         def record(to: Recorder, n: int) -> None:
-            for i, (value, dim, rows, scales) in enumerate(stored if op.source is None else ()):
-                bindings = [
-                    self.read(value, n), self.inputs["slots"].bound(4 * n), rows.bound(written=True),
-                    scales.bound(written=True),
-                ]  # fmt: skip
-                groups = by_values(n * op.n_head_kv * -(-dim // 32), 1)
-                to.add("store", [code], bindings, (n, stride_of(value), op.n_head_kv, dim, i), groups)
-            read = [
+            stored(to, n)
+            is_apart = self._parts is not None and n <= FEW
+            forms, floats, rounded = self._results(op.out, n)
+            parts = floats
+            if self._parts is not None and is_apart:
+                size = 4 * n * op.n_head * self._n_splits * (op.head_dim_v + 2)
+                parts = self._parts.bound(size, written=True)
+            bindings = [
                 self.read(op.q, n), cache.keys.bound(), cache.values.bound(), cache.key_scales.bound(),
                 cache.value_scales.bound(), positions, tables, sinks.bound() if sinks else positions,
+                floats, slopes.bound() if slopes else positions, rounded, parts,
+                self._counts.bound(written=True) if is_apart else floats,
             ]  # fmt: skip
-            if self._parts is None or n > FEW:
-                bindings = [*read, self.written(op.out, n), slopes.bound() if slopes else positions]
-                groups = op.n_head, n, 1
-                to.add("attention", [*constants, 0, *others], bindings, push, groups)
-                return
-            size = 4 * n * op.n_head * self._n_splits * (op.head_dim_v + 2)
-            parts = self._parts.bound(size, written=True)
-            bindings = [*read, parts, slopes.bound() if slopes else positions]
-            groups_of_step = self.inputs.groups_of("heads", op.n_head)
-            to.add_indirect("attention", [*constants, 1, *others], bindings, push, groups_of_step)
+            constants = [code, op.head_dim, op.head_dim_v, sinks is not None, is_apart, *others, forms]
+            if is_apart:
+                to.add_indirect("attention", constants, bindings, push, groups_of_step)
+            else:
+                to.add("attention", constants, bindings, push, (op.n_head, n, 1))
+
+        return record
+
+    def _stored(self, step: FusedStep) -> Record:
+        """Return the record of the rotation of queries and keys, and of keys and values to the cache."""
+        op = step.op
+        assert isinstance(op, Attention)
+        cache, code = self._cache[op.cache_layer], KV_CODES[self._kv_type]
+        rotations = [one.op for one in step.more if isinstance(one.op, Rotate)]
+        of_k, of_q = [*rotations, None, None][:2]
+        k, q = op.k if of_k is None else of_k.x, None if of_q is None else of_q.x
+        of_rope = (0, 0, 0) if of_k is None else (of_k.first, of_k.rope.n_rot, int(of_k.rope.kind == "neox"))
+        n_head = 0 if q is None else op.n_head
+        push = (
+            n_head, op.n_head_kv, op.head_dim, op.head_dim_v, stride_of(k), stride_of(op.v),
+            0 if q is None else stride_of(q), stride_of(op.q), *of_rope,
+        )  # fmt: skip
+        channels = BLOCK if self._kv_type == "q8_0" else KV_CHANNELS[self._kv_type]
+        of_keys, of_values = (-(-dim // channels) for dim in (op.head_dim, op.head_dim_v))
+        n_units = (n_head + op.n_head_kv) * of_keys + op.n_head_kv * of_values
+
+        def record(to: Recorder, n: int) -> None:
+            slots = self.inputs["slots"].bound(4 * n)
+            angles = slots if of_k is None else self.inputs[of_k.rope].bound(4 * n * of_k.rope.n_rot)
+            scales = [one.bound(written=True) for one in (cache.key_scales, cache.value_scales)]
+            keys = cache.keys.bound(written=True)
             bindings = [
-                self._parts.bound(size), positions, sinks.bound() if sinks else positions,
-                self.written(op.out, n),
+                self.read(k, n), slots, self.read(op.v, n), slots if q is None else self.read(q, n), angles,
+                keys, cache.values.bound(written=True), *scales, keys if q is None else self.written(op.q, n),
             ]  # fmt: skip
-            joined = op.n_head, stride_of(op.out), self.max_batch, *visible, self._n_splits
-            to.add("combine", [op.head_dim_v, sinks is not None], bindings, joined, (op.n_head, n, 1))
+            to.add("store", [code], bindings, push, by_values(n_units, n))
 
         return record
 
@@ -868,92 +980,21 @@ def missing_kernel(op: Primitive) -> str | None:
     return None if isinstance(op, CAPABILITIES.operations) else type(op).__name__
 
 
-def steps_of(
-    graph: Graph, taps: frozenset[str] = frozenset(), shared: SharedLayers | None = None
-) -> tuple[list[FusedStep], int]:
-    """Return the steps in order, and the index of the first step of the tail, for the rows with logits."""
-    steps = list(_fused(graph, taps, shared))
-    tail = (i for i, step in enumerate(steps) if isinstance(step.op, SelectOutputs))
-    return steps, next(tail, len(steps))
+def _lanes_of(width: int) -> int:
+    """Return the lanes of a norm's workgroup."""
+    return _LANES if width <= _NARROW else _WIDE_LANES
 
 
-def n_splits(n_kv_blocks: int) -> int:
-    """Return the number of running softmaxes for the longest context."""
-    return -(-n_kv_blocks * BLOCK_SIZE // SPLIT)
+def _in_order(records: Sequence[Record]) -> Record:
+    def record(to: Recorder, n: int) -> None:
+        for one in records:
+            one(to, n)
+
+    return record
 
 
-def places_of(
-    steps: list[FusedStep], first_of_tail: int, kept: set[int], result: Value, max_batch: int
-) -> tuple[dict[int, tuple[int, int]], int]:
-    """Return a place (offset, bytes) in one buffer for each value's id, and the bytes of that buffer.
-
-    Values that are alive at the same time do not overlap. kept: ids of values that stay alive. A result
-    outside a tail has no place here: it is written to memory that the host reads.
-    """
-    of_tail = {step.out.id for step in steps[first_of_tail:]}
-    last: dict[int, int] = {}
-    for i, step in enumerate(steps):
-        for value in (*_read(step), step.out):
-            last[value.id] = i
-    for id in last:
-        if id in kept or id == result.id or (id not in of_tail and last[id] >= first_of_tail):
-            last[id] = len(steps)  # the tail may run several times, once per OUTPUT_ROWS rows
-    alive: list[tuple[int, int, int]] = []  # begin, end, id
-    places: dict[int, tuple[int, int]] = {}
-    size = 0
-    for i, step in enumerate(steps):
-        alive = [one for one in alive if last[one[2]] >= i]
-        is_on_host = step.out == result and result.id not in of_tail
-        if is_on_host or isinstance(step.op, (*ON_HOST, Submit)):
-            continue
-        n_rows = OUTPUT_ROWS if step.out.id in of_tail else max_batch
-        n_bytes = aligned(4 * n_rows * stride_of(step.out))
-        at = 0
-        for begin, end, _ in sorted(alive):
-            if at + n_bytes <= begin:
-                break
-            at = max(at, end)
-        alive.append((at, at + n_bytes, step.out.id))
-        places[step.out.id] = at, n_bytes
-        size = max(size, at + n_bytes)
-    return places, size
-
-
-def part_bytes(steps: list[FusedStep], max_batch: int, n_kv_blocks: int) -> tuple[int, int]:
-    """Return two byte counts of scratch memory.
-
-    The first is for the partial results of the largest split attention; 0 if a context is one split. The
-    second is for one operation's intermediates: expert results before their sum, or the inputs of a scan.
-    """
-    attention = [step.op for step in steps if isinstance(step.op, Attention)]
-    largest = max((op.n_head * (op.head_dim_v + 2) for op in attention), default=0)
-    splits = n_splits(n_kv_blocks)
-    of_splits = 4 * min(FEW, max_batch) * largest * splits if splits > 1 else 0
-    experts = (step.op.n_used * step.out.width for step in steps if isinstance(step.op, ExpertSum))
-    of_scans = (scratch_bytes(step.op, max_batch) for step in steps)
-    return of_splits, max(4 * max_batch * max(experts, default=0), *of_scans, 4)
-
-
-def rounded_input(op: Primitive | SplitOperation, tensors: Mapping[str, TensorInfo]) -> Value | None:
-    """Return the input of a product with quantised rows, which reads it rounded to eight bits.
-
-    Return None for other operations.
-    """
-    match op:
-        case Linear() | ExpertLinear() | ExpertSum(neuron_major=False):
-            return None if tensors[op.matrices[0]].type in FLOATS else op.x
-    return None
-
-
-def rounded_bytes(
-    steps: list[FusedStep], first_of_tail: int, max_batch: int, tensors: Mapping[str, TensorInfo]
-) -> int:
-    """Return the bytes of the largest rounded input; 0 without rounded inputs."""
-    sizes = [
-        (OUTPUT_ROWS if i >= first_of_tail else max_batch) * x.width
-        for i, step in enumerate(steps) if (x := rounded_input(step.op, tensors)) is not None
-    ]  # fmt: skip
-    return max(sizes, default=0) // BLOCK * ROUNDED_BYTES
+def _nothing(_: Recorder, __: int) -> None:
+    """Record nothing."""
 
 
 def _is_whole(matrix: VulkanMatrix) -> bool:
@@ -969,94 +1010,3 @@ def _only(op: Primitive, matrix: VulkanMatrix) -> MatrixPart:
     if len(matrix.parts) > 1:
         raise refused(op.out.name, "a matrix by inputs that is more than the device binds at a time")
     return matrix.parts[0]
-
-
-def _read(step: FusedStep) -> Iterator[Value]:
-    yield from step.op.inputs
-    yield from (value for value in (step.other, _value_of(step.wanted)) if value is not None)
-
-
-def _value_of(wanted: _Wanted) -> Value | None:
-    return wanted.scores if isinstance(wanted, Mask) else wanted
-
-
-def _with_hot(
-    op: Op, taps: frozenset[str], shared: SharedLayers | None, ids: Iterator[int]
-) -> Iterator[_Opened]:
-    """Yield the parts of an operation as _opened does, and whether each is a product of hot neurons.
-
-    A split FFN yields only its device part. ids: numbers for new values.
-    """
-    if shared is None or not isinstance(op, Ffn) or op not in shared:
-        yield from ((part, wanted, False) for part, wanted in _opened(op, taps))
-        return
-    if op.route is not None:
-        yield from ((part, None, False) for part in of_slots(op, ids))
-        return
-    hot = hot_part(op, len(shared.neurons[op.layer]), ids)
-    for part, wanted in _opened(hot, taps):
-        if part is hot.decides:
-            yield from ((added, None, False) for added in operations_before(op, hot))
-        yield part, wanted, isinstance(part, Linear | TransposedLinear)
-    yield Gather(op.down.out, hot.down.out, layer=op.layer, part=op.part), None, False
-
-
-def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, _Wanted]]:
-    """Yield an operation, or the operations of an FFN, each with its selection of rows.
-
-    `up` follows the activated gate, which selects its rows. A predictor selects rows of the first product.
-    """
-    if not isinstance(op, Ffn):
-        yield op, None
-        return
-    parts, wanted = list(op.primitives), dict[int, _Wanted]()
-    is_whole = op.top_k is not None or bool(op.low_ranks) or any(part.out.name in taps for part in parts)
-    if not is_whole and op.route is None and op.mask is not None:
-        wanted[op.decides.out.id] = op.mask
-    fires = op.fires_exactly and op.up_act is None and op.product is not None
-    if fires and not is_whole and isinstance(op.up, Linear) and op.gate_threshold is None:
-        parts.remove(op.up)
-        parts.insert(parts.index(op.gate_act) + 1, op.up)
-        wanted[op.up.out.id] = op.fires
-    yield from ((part, wanted.get(part.out.id)) for part in parts)
-
-
-def _gathered_late(ops: list[_Opened], layers: Collection[int]) -> list[_Opened]:
-    """Move sums that wait for the CPU's experts behind independent operations, such as the shared expert."""
-    for one in [one for one in ops if isinstance(one[0], ExpertSum) and one[0].layer in layers]:
-        at, op = ops.index(one), one[0]
-        later = (
-            i for i in range(at + 1, len(ops)) if op.out in ops[i][0].inputs or ops[i][0].layer != op.layer
-        )
-        to = next(later, at + 1)
-        ops = [*ops[:at], *ops[at + 1 : to], one, *ops[to:]]
-    return ops
-
-
-def _fused(graph: Graph, taps: frozenset[str], shared: SharedLayers | None) -> Iterator[FusedStep]:
-    """Yield the operations in order, with fused pairs.
-
-    A pair is a matrix product and a sum, or an activation and a multiplication. It is fused only if nothing
-    else reads the value between them.
-    """
-    ids = count(len(graph.values))
-    ops = [one for op in graph.ops for one in _with_hot(op, taps, shared, ids)]
-    if shared is not None and shared.experts is not None:
-        ops = _gathered_late(ops, shared.experts.layers)
-    readers = Counter(value.id for op, wanted, _ in ops for value in (*op.inputs, _value_of(wanted)) if value)
-    at = 0
-    while at < len(ops):
-        op, wanted, is_hot = ops[at]
-        behind = ops[at + 1][0] if at + 1 < len(ops) else None
-        at += 1
-        is_private = readers[op.out.id] == 1 and op.out.name not in taps and op.out != graph.result
-        fits = (isinstance(op, Linear | TransposedLinear) and isinstance(behind, Add)) or (
-            isinstance(op, Activate) and isinstance(behind, Multiply)
-        )
-        step = FusedStep(op, op.out, None, wanted, is_hot)
-        if is_private and fits and isinstance(behind, Add | Multiply) and op.out in (behind.a, behind.b):
-            other = behind.b if behind.a == op.out else behind.a
-            if behind.a != behind.b and other.width == op.out.width:
-                step = FusedStep(op, behind.out, other, wanted, is_hot)
-                at += 1
-        yield step

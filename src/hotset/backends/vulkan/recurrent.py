@@ -176,7 +176,8 @@ def _delta_net(lowered: Values, op: ops.DeltaNet, rows: Callable[..., _Rows]) ->
     def record(to: Recorder, n: int) -> None:
         gates(to, n)
         x, out = lowered.read(op.x, n), keys.bound(4 * n * width, written=True)
-        to.add("norm", [_UNIT_NORM, 1, 0], [x, weight.bound(), x, out], push, (2 * op.n_head_k, n, 1))
+        bindings = [x, weight.bound(), x, out, out]
+        to.add("norm", [_UNIT_NORM, 1, 0], bindings, push, (2 * op.n_head_k, n, 1))
 
     reader = _Rows(lambda n: keys.bound(4 * n * width), width)
     key = _Rows(reader.bound, width, width // 2)

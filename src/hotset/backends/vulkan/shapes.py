@@ -27,6 +27,10 @@ class WorkgroupShape(NamedTuple):
 SHAPES = tuple(WorkgroupShape(*shape) for shape in ((16, 16), (32, 8), (8, 16), (16, 8), (4, 16), (8, 8)))
 _16x16, _32x8, _8x16, _16x8, _4x16, _8x8 = SHAPES
 
+# For gate and up, of which a workgroup computes 32 rows each. With more lanes, AMD's compiler would take more
+# registers, and fewer workgroups would run at a time.
+GATED = _16x16
+
 
 @dataclass(frozen=True)
 class ProductShapes:

@@ -35,8 +35,9 @@ from hotset.backends.vulkan.plugin import refused
 from hotset.backends.vulkan.program import KV_CODES, CacheOfLayer, RecordedGraph, VulkanParts
 from hotset.backends.vulkan.shapes import DeviceShapes, default_shapes
 from hotset.backends.vulkan.split import SharedLayers
+from hotset.backends.vulkan.steps import steps_of
 from hotset.backends.vulkan.timings import DispatchTimings
-from hotset.backends.vulkan.weights import VulkanWeights
+from hotset.backends.vulkan.weights import JoinedProducts, VulkanWeights
 from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError, UnsupportedModelError
 from hotset.formats.source import WeightSource
 from hotset.model.cost import check_cache
@@ -141,6 +142,8 @@ class VulkanStage(DeviceStage):
         if worker is not None:
             self.experts = self._expert_cache(worker, share.expert_slots)
             self._shared = SharedLayers(self._device, self.graph, share.hot, self.experts, worker)
+        steps, _ = steps_of(self.graph, weights.tensors, shared=self._shared)
+        self.matrices.join(JoinedProducts(step.products, step.is_gated) for step in steps if step.products)
         self._parts = VulkanParts(
             self.matrices, self._kernels, self._inputs, self.cache, self._states, self.kv_type,
             self.max_batch, self.n_blocks, self._shared,

@@ -12,6 +12,7 @@ import numpy as np
 
 from hotset import _core
 from hotset.backends.cpu.lowering import PLANES
+from hotset.backends.decoded import decoded_vector
 from hotset.backends.device.weights import KeptWeights
 from hotset.backends.vulkan.memory import BufferArena, BufferRange
 from hotset.backends.vulkan.plugin import CAPABILITIES, refused
@@ -20,6 +21,7 @@ from hotset.errors import UnsupportedModelError
 from hotset.formats.lora import FloatMatrix
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.formats.source import WeightSource
+from hotset.model.operations import Linear
 
 TILE = 32  # rows
 _MOST_THREADS = 4  # of an upload: more do not make memory and buses faster
@@ -33,17 +35,16 @@ COMPUTED = CAPABILITIES.tensor_types
 class MatrixPart:
     """Rows [first, first + n_rows) of a matrix, or of each of its experts.
 
-    more: bytes other than codes; None if the type has only codes.
+    more: bytes other than codes; None if the type has only codes. tile: the first of the rows' tiles in both.
+    nbytes: the bytes of the rows.
     """
 
     codes: BufferRange
     more: BufferRange | None
     first: int
     n_rows: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.size + (0 if self.more is None else self.more.size)
+    nbytes: int
+    tile: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,36 @@ class VulkanMatrix:
     n_rows: int
     n_cols: int
     parts: tuple[MatrixPart, ...]
+
+    def rows(self, first: int, n_rows: int) -> VulkanMatrix:
+        """Return the rows [first, first + n_rows) as a matrix. first: a multiple of 32."""
+        found = []
+        for part in self.parts:
+            start, end = max(first, part.first), min(first + n_rows, part.first + part.n_rows)
+            if start < end:
+                found.append(self._view(part, start - first, end - start, (start - part.first) // TILE))
+        return VulkanMatrix(self.type, n_rows, self.n_cols, tuple(found))
+
+    def expert(self, i: int) -> VulkanMatrix:
+        """Return the matrix of one expert."""
+        found = (self._view(part, part.first, part.n_rows, i * n_tiles(part.n_rows)) for part in self.parts)
+        return VulkanMatrix(self.type, self.n_rows, self.n_cols, tuple(found))
+
+    def _view(self, part: MatrixPart, first: int, n_rows: int, tile: int) -> MatrixPart:
+        n_bytes = n_tiles(n_rows) * sum(tile_bytes(GGMLType(self.type), self.n_cols))
+        return MatrixPart(part.codes, part.more, first, n_rows, n_bytes, part.tile + tile)
+
+
+@dataclass(frozen=True)
+class JoinedProducts:
+    """Products of one input, with weights of one type, whose rows are in one matrix on the device.
+
+    gated: gate and up, which are as two experts, so that a part has the same neurons of both; otherwise the
+    rows follow each other.
+    """
+
+    ops: tuple[Linear, ...]
+    gated: bool
 
 
 class VulkanWeights(KeptWeights[BufferRange]):
@@ -70,6 +101,7 @@ class VulkanWeights(KeptWeights[BufferRange]):
         self.tensors = source.tensors
         self.arena = BufferArena(device)
         self._n_threads = min(usable_cores(), _MOST_THREADS)
+        self._joined: dict[tuple[str, int, int], JoinedProducts] = {}
 
     def upload(self, values: np.ndarray) -> BufferRange:
         """Copy numbers to the device, as float32."""
@@ -80,6 +112,54 @@ class VulkanWeights(KeptWeights[BufferRange]):
     def rows(self, name: str, n_cols: int, first: int, n_rows: int) -> VulkanMatrix:
         """Return rows of a matrix. Raises UnsupportedModelError if no kernel decodes its type."""
         return self.experts([name], 1, n_cols, first, n_rows)
+
+    def join(self, groups: Iterable[JoinedProducts]) -> None:
+        """Load the matrices and biases of these products together when they are needed."""
+        self._joined |= {_rows_of(op): joined for joined in groups for op in joined.ops}
+
+    def has(self, joined: JoinedProducts) -> bool:
+        """Return whether these products, and no others, were joined."""
+        return all(self._joined.get(_rows_of(op)) == joined for op in joined.ops)
+
+    def of_product(self, op: Linear) -> tuple[VulkanMatrix, BufferRange | None, int]:
+        """Return the matrix of a product, its biases or None, and the number of its first bias."""
+        joined = self._joined.get(_rows_of(op))
+        if joined is None:
+            matrix = self.rows(op.weight, op.x.width, op.first_row, op.out.width)
+            return matrix, self.bias(op.bias), op.first_row
+        (matrix, biases), rows = self.of_products(joined), list(map(_rows_of, joined.ops))
+        at = rows.index(_rows_of(op))
+        first = sum(n_rows for *_, n_rows in rows[:at])
+        own = matrix.expert(at) if joined.gated else matrix.rows(first, op.out.width)
+        return own, biases, first
+
+    def of_products(self, joined: JoinedProducts) -> tuple[VulkanMatrix, BufferRange | None]:
+        """Return the matrix of joined products, and their biases, one after the other, or None."""
+        key, ops, biases = tuple(map(_rows_of, joined.ops)), joined.ops, None
+        if ops[0].bias is not None:
+            own = [(op.bias, slice(op.first_row, op.first_row + op.out.width)) for op in ops if op.bias]
+            biases = self.made(
+                (*key, "biases"),
+                lambda: np.concatenate([decoded_vector(self.source, name)[rows] for name, rows in own]),
+            )
+        return self.once(key, lambda: self._load_joined(joined)), biases
+
+    def _load_joined(self, joined: JoinedProducts) -> VulkanMatrix:
+        ops, n_cols = joined.ops, joined.ops[0].x.width
+        type_ = self._type_of(ops[0].weight)
+        data = [
+            self.source.data(op.weight).reshape(-1, row_bytes(type_, n_cols))[op.first_row :][: op.out.width]
+            for op in ops
+        ]
+        if joined.gated:
+            return self._upload([rows[None] for rows in data], type_, n_cols, np.arange(ops[0].out.width))
+        matrix, first = self.empty(type_, 1, sum(map(len, data)), n_cols), 0
+        for rows in data:
+            for part in matrix.rows(first, len(rows)).parts:
+                chosen = np.arange(part.first, part.first + part.n_rows)
+                self._write(part, type_, n_cols, [rows[None]], chosen)
+            first += len(rows)
+        return matrix
 
     def chosen(self, name: str, n_cols: int, rows: np.ndarray) -> VulkanMatrix:
         """Return some rows of a matrix, in this order.
@@ -116,7 +196,7 @@ class VulkanWeights(KeptWeights[BufferRange]):
                 f"{name} is more than the device binds at a time; use sparsity='dense'"
             )
         of_codes, of_scales = map(self.arena.piece, sizes)
-        part = MatrixPart(of_codes, of_scales, 0, n_rows)
+        part = MatrixPart(of_codes, of_scales, 0, n_rows, sum(sizes))
         self._write(part, PLANES[n_cols // codes.shape[2]], n_cols, [codes], rows)
         # The file already stores the 32 scales of a tile and a block contiguously.
         write_all([(of_scales, 0, own)])
@@ -154,7 +234,7 @@ class VulkanWeights(KeptWeights[BufferRange]):
     ) -> None:
         """Upload rows to a part. type_: as in csrc/types.h; types of planes have only codes."""
         of_codes, of_more = _core.vulkan_tile_bytes(type_, n_cols)
-        codes, more, n_before = part.codes, part.more if of_more else None, 0
+        codes, more, n_before = part.codes, part.more if of_more else None, part.tile
         for matrices in data:
             _core.vulkan_upload(
                 type_, n_cols, matrices, rows.astype(np.int32),
@@ -171,18 +251,20 @@ class VulkanWeights(KeptWeights[BufferRange]):
         # A part holds as many tiles of 32 rows as one binding reaches in the larger array.
         code_bytes, more_bytes = tile_bytes(type_, n_cols)
         largest = max(code_bytes, more_bytes) * n_expert
-        n_tiles = -(-n_rows // TILE)
-        tiles_of_part = min(self._max_range // largest, n_tiles)
+        n = n_tiles(n_rows)
+        tiles_of_part = min(self._max_range // largest, n)
         if not tiles_of_part:
             raise UnsupportedModelError(
                 f"32 rows of {n_expert} experts of {n_cols} columns are more than the device binds at a time"
             )
         parts = []
-        for tile in range(0, n_tiles, tiles_of_part):
-            n = min(tiles_of_part, n_tiles - tile)
-            codes = self.arena.piece(code_bytes * n * n_expert)
-            more = self.arena.piece(more_bytes * n * n_expert) if more_bytes else None
-            parts.append(MatrixPart(codes, more, tile * TILE, min(n * TILE, n_rows - tile * TILE)))
+        for tile in range(0, n, tiles_of_part):
+            of_part = min(tiles_of_part, n - tile)
+            codes = self.arena.piece(code_bytes * of_part * n_expert)
+            more = self.arena.piece(more_bytes * of_part * n_expert) if more_bytes else None
+            rows = min(of_part * TILE, n_rows - tile * TILE)
+            n_bytes = (code_bytes + more_bytes) * of_part * n_expert
+            parts.append(MatrixPart(codes, more, tile * TILE, rows, n_bytes))
         return VulkanMatrix(type_, n_rows, n_cols, tuple(parts))
 
 
@@ -208,6 +290,16 @@ def write_all(found: Iterable[Placed]) -> None:
     """Copy bytes to the device. No program that reads them may be running."""
     for piece, offset, data in found:
         piece.buffer.write(piece.offset + offset, data)
+
+
+def n_tiles(n_rows: int) -> int:
+    """Return the tiles of n_rows rows."""
+    return -(-n_rows // TILE)
+
+
+def _rows_of(op: Linear) -> tuple[str, int, int]:
+    """Return the tensor of a product, and its first row and number of rows in it."""
+    return op.weight, op.first_row, op.out.width
 
 
 def tile_bytes(type_: GGMLType, n_cols: int) -> tuple[int, int]:
