@@ -64,7 +64,7 @@ struct StepTokens {
     int n_outputs = 0;
     int max_kv_blocks = 0;
     std::vector<int32_t> tokens, positions, sequences, kv_blocks, outputs;
-    std::vector<int32_t> groups;       // per token: the first position of its group, one past the last; empty: none
+    std::vector<int32_t> groups;       // per token: the first position of its group, one past the last
     std::vector<TokenTile> stretches;  // all tokens, split at each change of sequence
     int n_positions = 0;               // one past the largest position
     std::vector<uint8_t> thresholded;  // per token: whether its small values count as zero

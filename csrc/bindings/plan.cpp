@@ -89,12 +89,11 @@ void PlanBuilder::run(const Ints& tokens, const Ints& positions, const Ints& seq
             if (!raised && PyErr_CheckSignals() != 0) raised = std::make_exception_ptr(nb::python_error());
             return bool(raised);
         };
-        done = plan_->run(&poll, tokens.data(), positions.data(), sequences.data(), n, kv_blocks.data(),
-                          n_sequences, max_kv_blocks, outputs.data(), n_outputs,
-                          thresholded ? thresholded->data() : nullptr,
-                          limits.n_states ? states->data() : nullptr,
-                          limits.n_states ? saves->data() : nullptr, scales ? scales->data() : nullptr,
-                          places);
+        done = plan_->run(
+            &poll, tokens.data(), positions.data(), sequences.data(), n, kv_blocks.data(), n_sequences,
+            max_kv_blocks, outputs.data(), n_outputs, thresholded ? thresholded->data() : nullptr,
+            limits.n_states ? states->data() : nullptr, limits.n_states ? saves->data() : nullptr,
+            scales ? scales->data() : nullptr, places);
     }
     if (raised) std::rethrow_exception(raised);
     if (!done) throw StepCancelled();
@@ -165,7 +164,8 @@ StepPlaces PlanBuilder::checked_places(const Ints& positions, const Ints& sequen
     }
     require(!limits.needs_groups || groups, "a plan whose tokens see only their groups needs groups");
     if (groups) {
-        require(int(groups->shape(0)) == n && int(groups->shape(1)) == 2, "a group is two positions per token");
+        require(int(groups->shape(0)) == n && int(groups->shape(1)) == 2,
+                "a group is two positions per token");
         int end = 0;  // one past the last position of the sequence of token t
         for (int t = n - 1; t >= 0; t--) {
             const int32_t position = positions.data()[t], *group = groups->data() + 2 * int64_t(t);

@@ -26,8 +26,8 @@ LAYERS = (
     ("errors", "units", "escaping"),
     ("files", "cores", "memory", "energy", "reporter", "parameters"),
     ("sampling_parameters", "load_parameters"),
-    ("formats", "text", "storage"), ("model",), ("offload",), ("backends",), ("sparsity", "vision"), ("settings",),
-    ("placement",), ("engine", "convert", "report"), ("outputs",), ("generation", "loader"),
+    ("formats", "text", "storage"), ("model",), ("offload",), ("backends",), ("sparsity", "vision"),
+    ("settings",), ("placement",), ("engine", "convert", "report"), ("outputs",), ("generation", "loader"),
     ("comparison",), ("api",), ("async_model",),
     ("evaluation", "training", "server"), ("scale",), ("cli",),
 )  # fmt: skip
