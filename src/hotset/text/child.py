@@ -106,7 +106,7 @@ class Child:
         self._out: BinaryIO = self.process.stdout  # type: ignore[assignment]
 
     def ask(
-        self, request: bytes, attached: bytes = b"", most_raw: int = 0, **expected: type
+        self, request: bytes, attached: bytes = b"", most_raw: int = 0, /, **expected: type
     ) -> dict[str, Any]:
         """Send an `encoded` request and return the answer: an `error`, or the expected values (name=type).
 
