@@ -19,6 +19,7 @@ from hotset.engine import taps as engine_taps
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
 from hotset.engine.images import ImagePrompt
+from hotset.engine.log_likelihood import all_logits
 from hotset.engine.perplexity import PerplexityResult
 from hotset.engine.sampler import SamplingParams, takes_sampling
 from hotset.errors import InvalidRequestError, OutOfMemoryError
@@ -35,7 +36,7 @@ from hotset.generation import (
     template_variables,
 )
 from hotset.loader.adapters import open_adapters
-from hotset.loader.build import build, open_measuring, open_model, plan_model
+from hotset.loader.build import build, measured_predictor, open_model, plan_model
 from hotset.loader.decide import Decided, Opened
 from hotset.loader.images import with_images
 from hotset.loader.prompt_cache import open_prompt_cache
@@ -45,8 +46,8 @@ from hotset.outputs import Reading, ToolUse, output_of
 from hotset.parameters import whole_number
 from hotset.sampling_parameters import Sampling
 from hotset.settings import LoadSettings, ModelPath, taking
-from hotset.sparsity.taps import of_backend, whole
-from hotset.text.image_text import PromptTokens, images_of, with_noted_results
+from hotset.sparsity.taps import whole
+from hotset.text.image_text import PromptTokens, without_images
 from hotset.text.messages import BY_LAST_ROLE
 
 if TYPE_CHECKING:
@@ -191,11 +192,8 @@ class Model:
 
         self.engine.require_logits()
         checked, more = checked_messages(messages), template_variables(variables or {})
-        images = self.images
-        if images is None:
-            checked = with_noted_results(checked)
-        if images is None and any(images_of(message["content"]) for message in checked):
-            raise InvalidRequestError(f"this model reads only text: {self.decided.blind}")
+        if (images := self.images) is None:
+            checked = without_images(checked, self.decided.blind)
         opening = Opening(add_generation_prompt, continue_final_message)
         return encoded(
             self.chat_template, self.tokenizer, self.n_ctx, checked, tools, opening, images, **more
@@ -353,22 +351,8 @@ class Model:
     def logits(self, tokens: Prompt, *, reuse_prefix: bool = True) -> np.ndarray:
         """Return the logits after each token: float32 [n_tokens, n_vocab]. Text is encoded like a prompt."""
         ids = self.engine.fitting(self.encode(tokens))
-        rows = np.empty((len(ids), self.backend.n_vocab), np.float32)
-
-        def keep(position: int, logits: np.ndarray) -> None:
-            rows[position : position + len(logits)] = logits
-
-        with self._explained(), self.thread.exclusive() as engine:
-            sequence = engine.enqueue(engine.prepare_score(ids, keep, reuse_prefix=reuse_prefix))
-            try:
-                while sequence.finish_reason is None:
-                    engine.step()
-                self._check_open()
-            finally:
-                engine.cancel(sequence)
-        if sequence.error is not None:
-            raise sequence.error
-        return rows
+        with self._explained():
+            return all_logits(self.thread, ids, self._check_open, reuse_prefix=reuse_prefix)
 
     @cached_property
     def embedder(self) -> Embedder:
@@ -463,20 +447,9 @@ class Model:
 
         The text runs once more, with all neurons. Raises InvalidRequestError without a predictor.
         """
-        from hotset.sparsity.stats import measure_predictor
-
-        if self.sparsity.mode != "predicted":
-            raise InvalidRequestError(
-                f"the sparsity mode {self.sparsity.mode} has no predictor to measure; load the model "
-                'with sparsity="predicted"'
-            )
         ids = np.array(self.encode(tokens), np.int32)
         self._check_open()
-        every = open_measuring(self.decided, self.backend)
-        try:
-            return measure_predictor(of_backend(every), self.graph, ids)
-        finally:
-            every.close()
+        return measured_predictor(self.decided, self.backend, ids)
 
     # ---- the rest ----
 

@@ -129,11 +129,8 @@ def test_logits_equal_transformers(prompt: Prompt, name: str):
 def test_chunks_keep_the_bits(prompt: Prompt, name: str):
     """Check chunks that end inside the image, unless its tokens see one another."""
     whole = logits_of(prompt, backend_of(prompt, name), [])
-    ends = (
-        [20, FIRST - 20, END - FIRST, 1, 1]
-        if prompt.images.has_groups(0)
-        else [FIRST + 5, 9, END - FIRST - 10]
-    )
+    cut, uncut = [FIRST + 5, 9, END - FIRST - 10], [20, FIRST - 20, END - FIRST, 1, 1]
+    ends = uncut if prompt.images.has_groups(0) else cut
     if name == "cpu":
         np.testing.assert_array_equal(logits_of(prompt, backend_of(prompt, name), ends), whole)
     else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
 from hotset.engine.sampler import row_logprobs
 from hotset.errors import StepCancelledError
@@ -56,3 +57,28 @@ def log_likelihoods(engine: Engine, continuations: Sequence[Continuation]) -> np
         if sequence.finish_reason == "cancelled":
             raise StepCancelledError
     return sums
+
+
+def all_logits(
+    thread: EngineThread, tokens: list[int], check_open: Callable[[], None], *, reuse_prefix: bool
+) -> np.ndarray:
+    """Return the logits after each token: float32 [n_tokens, n_vocab].
+
+    check_open: raises if the model was closed meanwhile.
+    """
+    rows = np.empty((len(tokens), thread.engine.backend.n_vocab), np.float32)
+
+    def keep(position: int, logits: np.ndarray) -> None:
+        rows[position : position + len(logits)] = logits
+
+    with thread.exclusive() as engine:
+        sequence = engine.enqueue(engine.prepare_score(tokens, keep, reuse_prefix=reuse_prefix))
+        try:
+            while sequence.finish_reason is None:
+                engine.step()
+            check_open()
+        finally:
+            engine.cancel(sequence)
+    if sequence.error is not None:
+        raise sequence.error
+    return rows

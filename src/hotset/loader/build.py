@@ -62,7 +62,7 @@ from hotset.settings import LoadSettings, ModelPath
 from hotset.sparsity.modes import Choice, Computes, choose, open_channels, prepare
 from hotset.sparsity.profile import Profile, profile_path
 from hotset.sparsity.sidecar import fingerprint
-from hotset.sparsity.taps import MAX_SEQUENCE
+from hotset.sparsity.taps import MAX_SEQUENCE, of_backend
 from hotset.sparsity.thresholds import Thresholds, thresholds_path
 from hotset.units import human_size
 
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from hotset.placement.cards import Card
     from hotset.placement.ram import HostMemory, RamPlan
     from hotset.placement.table import Placement
+    from hotset.sparsity.stats import PredictorQuality
     from hotset.storage.created import Created
 
 _MEASURED_STEP = 128  # tokens per step of a backend that measures a predictor
@@ -328,6 +329,25 @@ def open_measuring(decided: Decided, backend: Backend) -> Backend:
     )  # fmt: skip
     name = REFERENCE if backend.name == REFERENCE else CPU
     return open_backend(name, decided.weights, decided.graph, options)
+
+
+def measured_predictor(decided: Decided, backend: Backend, ids: np.ndarray) -> list[PredictorQuality]:
+    """Return the quality of a model's predictor for the neurons that fire on a text. ids: int32 [n_tokens].
+
+    Raises InvalidRequestError without a predictor.
+    """
+    from hotset.sparsity.stats import measure_predictor
+
+    if decided.choice.mode != "predicted":
+        raise InvalidRequestError(
+            f"the sparsity mode {decided.choice.mode} has no predictor to measure; load the model "
+            'with sparsity="predicted"'
+        )
+    every = open_measuring(decided, backend)
+    try:
+        return measure_predictor(of_backend(every), decided.graph, ids)
+    finally:
+        every.close()
 
 
 def _shared_out(decided: Decided, devices: Sequence[str | Card], profile: Profile | None) -> Decided:

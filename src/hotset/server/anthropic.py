@@ -506,7 +506,7 @@ async def count_tokens(body: PromptBody, http: Request) -> shapes.TokenCount:
         variables = {**body.thinking_settings.variables, **body.template_variables}
         variables = model.output_form.effort(variables, None).variables
         if model.images is not None:
-            turns = with_fetched(turns, service.settings)
+            turns = [dict(turn) for turn in with_fetched(turns, service.settings)]
         return len(model.encode_chat(turns, tools or None, variables=variables))
 
     return shapes.TokenCount(input_tokens=await in_turn(http, counted))

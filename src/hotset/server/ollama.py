@@ -89,7 +89,7 @@ _NEVER = "9999-12-31T23:59:59Z"
 # ---- requests ----
 
 
-def _images(given: Any) -> list[str] | None:
+def _images(given: Any) -> Any:
     """Return images in base64 as texts with one image each. Raises ValueError."""
     if not isinstance(given, list):
         return given  # pydantic's check

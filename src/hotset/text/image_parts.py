@@ -38,7 +38,7 @@ def given_image(part: Mapping[str, Any], *, local: bool = True) -> GivenImage | 
     """
     if not is_image(part):
         return None
-    source = part.get("source")
+    source: Any = part.get("source")
     if isinstance(source, Mapping):  # Anthropic's form
         if source.get("type") == "base64":
             return GivenImage(from_base64(source.get("data")))
@@ -47,7 +47,8 @@ def given_image(part: Mapping[str, Any], *, local: bool = True) -> GivenImage | 
         kind = shown(source.get("type"))
         raise InvalidRequestError(f"the source of an image must be base64 or url, not {kind}")
     if "image_url" in part:  # OpenAI's forms
-        given, detail = part["image_url"], part.get("detail")
+        given: Any = part["image_url"]
+        detail: Any = part.get("detail")
         if isinstance(given, Mapping):
             given, detail = given.get("url"), given.get("detail", detail)
         return _from_address(given, checked_detail(detail), local=local)

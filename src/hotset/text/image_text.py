@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
+from hotset.errors import InvalidRequestError
+
 Detail = Literal["auto", "low", "high"]
 DETAILS: tuple[Detail, ...] = ("auto", "low", "high")
 NOTE = "[image: this model reads only text]"
@@ -74,11 +76,14 @@ def joined(separator: str, texts: Iterable[str]) -> str:
     return ImageText(whole, images) if images else whole
 
 
-def with_noted_results(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages in which a note replaces each image of a tool's result.
+def without_images(messages: Sequence[dict[str, Any]], why: str) -> list[dict[str, Any]]:
+    """Return messages for a model that reads only text. why: the reason, for the message.
 
-    A program that calls tools must not fail at each later request because a result has an image.
+    A note replaces an image of a tool's result: a program that calls tools must not fail at each later
+    request because of it. Raises InvalidRequestError for an image of a user.
     """
+    if any(message.get("role") != "tool" and images_of(message.get("content")) for message in messages):
+        raise InvalidRequestError(f"this model reads only text: {why}")
     return [
         {**message, "content": _PLACEHOLDER.sub(NOTE, str(message["content"]))}
         if message.get("role") == "tool" and images_of(message.get("content"))
