@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import base64
+import socket
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from byte_models import write_model
@@ -13,7 +18,7 @@ from tiny_server import client_of
 
 import hotset
 from hotset.errors import InvalidRequestError
-from hotset.server.remote_images import fetched, is_public, with_fetched
+from hotset.server.remote_images import answer_of, fetched, is_public, with_fetched
 from hotset.server.settings import ServerSettings
 from hotset.text.image_text import GivenImage, text_of_image
 
@@ -210,15 +215,34 @@ def test_fetched_images_replace_addresses(monkeypatch: pytest.MonkeyPatch):
     assert decoded(found.data).pixels.shape == (16, 24, 3)
 
 
-def test_a_redirect_to_a_private_address_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_redirect_to_a_private_address_is_refused():
     places: list[str] = []
 
     def answer(_parts: Any, place: str, _until: float) -> tuple[bytes, str | None]:
         places.append(place)
         return b"", "http://inside.example/a.png"
 
-    monkeypatch.setattr("hotset.server.remote_images._answer", answer)
     addresses = {"outside.example": ["93.184.215.14"], "inside.example": ["127.0.0.1"]}
     with pytest.raises(InvalidRequestError, match="not on the public internet"):
-        fetched("http://outside.example/a.png", 1e12, lambda host, _: addresses[host])
+        fetched("http://outside.example/a.png", 1e12, lambda host, _: addresses[host], answer)
     assert places == ["93.184.215.14"]
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_a_server_that_sends_byte_by_byte_is_cut_off(head: bytes):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.sendall(head)
+                while True:
+                    connection.sendall(b"x")
+                    time.sleep(0.01)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        url = urlsplit(f"http://images.example:{server.getsockname()[1]}/a.png")
+        with pytest.raises(TimeoutError):
+            answer_of(url, "127.0.0.1", time.monotonic() + 0.2)
+        thread.join()

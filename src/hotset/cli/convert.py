@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -73,9 +74,10 @@ def convert(
             param_hint="--powerinfer",
         )
     if mmproj:
-        others = {"--powerinfer": powerinfer, "--predictors": predictors, "--profile": profile}
-        if given := [name for name, value in (others | {"--activation": activation}).items() if value]:
-            raise typer.BadParameter(f"--mmproj cannot be combined with {given[0]}.", param_hint="--mmproj")
+        _refuse_with_projector({
+            "--powerinfer": powerinfer, "--predictors": predictors, "--profile": profile,
+            "--activation": activation,
+        })  # fmt: skip
         _convert_projector(source, target, type, tensor_type or [], json=json)
         return
     with ProgressBar() as bar:
@@ -102,6 +104,12 @@ def convert(
     ):
         more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
         say(f"{notes[0]}{more}", dim=True)
+
+
+def _refuse_with_projector(others: Mapping[str, object]) -> None:
+    """Raise BadParameter for the first of these options that is given: a projector has none of them."""
+    if given := [name for name, value in others.items() if value]:
+        raise typer.BadParameter(f"--mmproj cannot be combined with {given[0]}.", param_hint="--mmproj")
 
 
 def _convert_projector(source: Path, target: Path, type: str, tensor_types: list[str], *, json: bool) -> None:

@@ -11,8 +11,10 @@ import http.client
 import ipaddress
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from urllib.parse import SplitResult, urljoin, urlsplit
@@ -31,10 +33,10 @@ MOST_IMAGES = 16
 SECONDS = 10.0
 """Time for all images of a request."""
 _MOST_REDIRECTS = 3
-_PIECE = 64 << 10
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 Resolve = Callable[[str, int], Sequence[str]]
+Ask = Callable[[SplitResult, str, float], tuple[bytes, str | None]]
 
 
 def with_fetched(messages: Sequence[Mapping[str, Any]], settings: ServerSettings) -> list[Mapping[str, Any]]:
@@ -78,25 +80,26 @@ def resolved(host: str, port: int) -> list[str]:
     return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
-def fetched(address: str, until: float, resolve: Resolve = resolved) -> bytes:
+def fetched(address: str, until: float, resolve: Resolve = resolved, ask: Ask | None = None) -> bytes:
     """Return the bytes at an address. until: time.monotonic() seconds.
 
-    resolve: returns the addresses of a host. Raises InvalidRequestError with the reason if it fails.
+    resolve: returns the addresses of a host. ask: None: `answer_of`. Raises InvalidRequestError with the
+    reason if it fails.
     """
+    ask = ask or answer_of
     url = address
     try:
         for _ in range(_MOST_REDIRECTS + 1):
             parts = _checked_url(url)
             place = _public_address(parts, resolve)
-            data, moved = _answer(parts, place, until)
+            data, moved = ask(parts, place, until)
             if moved is None:
                 return data
             url = urljoin(url, moved)
         raise ValueError("it redirects too often")
     except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = (
-            "it takes too long" if isinstance(error, TimeoutError) else clause(error) or type(error).__name__
-        )
+        late = isinstance(error, TimeoutError)
+        reason = "it takes too long" if late else clause(error) or type(error).__name__
         raise InvalidRequestError(f"the image {shown(address[:80])} cannot be fetched: {reason}") from None
 
 
@@ -147,31 +150,44 @@ def _left(until: float) -> float:
     return left
 
 
-def _answer(parts: SplitResult, place: str, until: float) -> tuple[bytes, str | None]:
-    """Return the bytes of a URL from the host at `place`, or the address to which it has moved."""
+def answer_of(parts: SplitResult, place: str, until: float) -> tuple[bytes, str | None]:
+    """Return the bytes of a URL from the host at `place`, or the address to which it has moved.
+
+    A server that sends byte by byte is cut off at `until`, where the timeouts of a socket would begin anew
+    with each byte. Raises TimeoutError then, and OSError, ValueError or HTTPException.
+    """
     assert parts.hostname is not None
     connection = http.client.HTTPConnection(parts.hostname, _port(parts), timeout=_left(until))
-    with socket.create_connection((place, _port(parts)), timeout=_left(until)) as plain:
-        secure = parts.scheme == "https"
-        own = (
-            ssl.create_default_context().wrap_socket(plain, server_hostname=parts.hostname)
-            if secure
-            else plain
-        )
+    own = socket.create_connection((place, _port(parts)), timeout=_left(until))
+    if parts.scheme == "https":
+        context = ssl.create_default_context()
+        own = context.wrap_socket(own, server_hostname=parts.hostname, do_handshake_on_connect=False)
+    cut = threading.Timer(_left(until), _cut, [own])
+    cut.start()
+    try:
         with own:
+            if isinstance(own, ssl.SSLSocket):
+                own.do_handshake()
             connection.sock = own
-            path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            connection.request("GET", path, headers={"User-Agent": "hotset", "Accept": "image/*"})
-            answer = connection.getresponse()
-            if answer.status in _REDIRECTS:
-                return b"", answer.getheader("Location") or ""
-            if answer.status != 200:
-                raise ValueError(f"its server replied {answer.status}")
-            data = bytearray()
-            while len(data) <= MOST_BYTES:
-                own.settimeout(_left(until))
-                piece = answer.read(_PIECE)
-                if not piece:
-                    return bytes(data), None
-                data += piece
-    raise ValueError(f"it is larger than {human_size(MOST_BYTES)}")
+            return _received(connection, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
+    finally:
+        cut.cancel()
+        _left(until)
+
+
+def _cut(connection: socket.socket) -> None:
+    with suppress(OSError):  # it has ended
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _received(connection: http.client.HTTPConnection, path: str) -> tuple[bytes, str | None]:
+    connection.request("GET", path, headers={"User-Agent": "hotset", "Accept": "image/*"})
+    answer = connection.getresponse()
+    if answer.status in _REDIRECTS:
+        return b"", answer.getheader("Location") or ""
+    if answer.status != 200:
+        raise ValueError(f"its server replied {answer.status}")
+    data = answer.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"it is larger than {human_size(MOST_BYTES)}")
+    return data, None

@@ -237,11 +237,7 @@ class TorchGraph:
             case ops.Add():
                 return step[op.a] + step[op.b]
             case ops.Scale():
-                scaled = step[op.x] * op.factor
-                if op.weight is None:
-                    return scaled
-                first = op.first_weight
-                return scaled * self.weight(op.weight).flatten()[first : first + op.x.width]
+                return self._scaled(op, step[op.x])
             case ops.SimilarityGate():
                 return similarity_gate(op, *(step[value] for value in op.inputs))
             case ops.AddStreams():
@@ -271,6 +267,11 @@ class TorchGraph:
                 return step[op.x]
             case _:
                 assert_never(op)
+
+    def _scaled(self, op: ops.Scale, x: Tensor) -> Tensor:
+        if op.weight is None:
+            return x * op.factor
+        return x * op.factor * self.weight(op.weight).flatten()[op.first_weight :][: op.x.width]
 
     def _embedded(self, op: ops.Embed, step: Step) -> Tensor:
         tokens = step.tokens
