@@ -1,9 +1,10 @@
 // A KV cache that stores the keys of a KV block by position, for layers that attend to chosen positions.
 //
 // Kernels read transposed keys (KvLayer), of which a single position is spread over as many cache lines as it
-// has channels. Here a position's key is contiguous: [KV block][head][64][channels], and so are its scales.
-// Before a kernel runs, the wanted positions are gathered into a *slab*: one KV block of one head, as the
-// kernel reads it.
+// has channels. Here a position's key is contiguous: [KV block][64][head][channels], and so are its scales.
+// Adjacent heads of a position share memory pages: chosen positions are too far apart to share any. Before a
+// kernel runs, the wanted positions are gathered into a *slab*: one KV block of one head, as the kernel reads
+// it.
 #pragma once
 
 #include <algorithm>
@@ -139,7 +140,7 @@ class KvRows {
   private:
     static uint8_t* bytes(uint16_t* p) { return reinterpret_cast<uint8_t*>(p); }
     int64_t row(Place at, int head) const {
-        return (int64_t(at.kv_block) * kv_.n_head_kv + head) * kKvBlockSize + at.slot;
+        return (int64_t(at.kv_block) * kKvBlockSize + at.slot) * kv_.n_head_kv + head;
     }
     uint8_t* key(Place at, int head) const { return kv_.k + row(at, head) * key_row_; }
     uint8_t* value(Place at, int head) const { return kv_.v + row(at, head) * value_row_; }
