@@ -314,7 +314,7 @@ def test_attention_equals_the_reference(
     oracle.n_vocab = 1
     slots = oracle._slots(batch)
     oracle._store(op, {1: k, 2: v}, batch, [seen[-1] for seen in slots])
-    expected = oracle._attend(op, q, batch, slots)
+    expected = oracle._attend(op, q, batch, slots, None)
     tables = torch.from_numpy(cache.tables)
     t = torch.from_numpy
     fallback.store_kv(t(k), t(v), cache.k, cache.v, tables, sequences, positions)
