@@ -910,41 +910,63 @@ inline __m256i add32(__m256i a, __m256i b) {
     return _mm256_add_epi32(a, b);
 }
 
-// Return the partial sums of blocks g and g + 4, each in its 128-bit lane. They are eight int16 if the codes
-// allow it (alternately of the first and second half if these have scales), otherwise four int32.
-template <class Format, int g, int n>
-inline __m256i pair_sums(const uint8_t* p, const int8_t* q, __m256i sub_scale) {
-    if constexpr (g >= n) return _mm256_setzero_si256();
+// Whether the partial sums of a pair of blocks fit into int16.
+template <class Format>
+constexpr bool kNarrowSums = kInt16Terms<Format> >= (has_sub_blocks(Format::kType) ? 8 : 4);
+
+// Compute the partial sums of blocks g and g + 4 for T tokens, each block in its 128-bit lane. They are eight
+// int16 if the codes allow it (alternately of the first and second half if these have scales), otherwise four
+// int32. q: the tokens' inputs of the eight blocks.
+template <class Format, int g, int n, int T>
+HOTSET_INLINE void pair_sums(const uint8_t* p, const int8_t* const (&q)[T], __m256i sub_scale,
+                             __m256i (&sums)[T]) {
     constexpr bool kSub = has_sub_blocks(Format::kType);
     __m256i a, b;
-    Format::template unpack<g, n>(p, a, b);
-    a = products<Format>(a, q + half_at(kInterleaved, g, 0));
-    b = products<Format>(b, q + half_at(kInterleaved, g, 1));
-    if constexpr (kSub && kInt16Terms<Format> >= 8)
-        return add16(_mm256_unpacklo_epi16(a, b), _mm256_unpackhi_epi16(a, b));
-    if constexpr (!kSub && kInt16Terms<Format> >= 4) return add16(a, b);
-    return add32(_mm256_madd_epi16(a, kSub ? pair_scales<g, 0>(sub_scale) : ones()),
-                 _mm256_madd_epi16(b, kSub ? pair_scales<g, 1>(sub_scale) : ones()));
+    if constexpr (g < n) Format::template unpack<g, n>(p, a, b);
+    for (int t = 0; t < T; t++) {
+        if constexpr (g >= n) {
+            sums[t] = _mm256_setzero_si256();
+            continue;
+        }
+        const __m256i x = products<Format>(a, q[t] + half_at(kInterleaved, g, 0)),
+                      y = products<Format>(b, q[t] + half_at(kInterleaved, g, 1));
+        if constexpr (kSub && kNarrowSums<Format>)
+            sums[t] = add16(_mm256_unpacklo_epi16(x, y), _mm256_unpackhi_epi16(x, y));
+        else if constexpr (kNarrowSums<Format>)
+            sums[t] = add16(x, y);
+        else
+            sums[t] = add32(_mm256_madd_epi16(x, kSub ? pair_scales<g, 0>(sub_scale) : ones()),
+                            _mm256_madd_epi16(y, kSub ? pair_scales<g, 1>(sub_scale) : ones()));
+    }
 }
 
-// Compute the integer dot products of the n blocks, one lane per block, including sub-scales but without the
-// codes' offset. Sums are widened to int32 as late as the codes allow.
-template <class Format, int n>
-inline __m256i block_dots(const uint8_t* p, const int8_t* q, __m256i sub_scale) {
-    const __m256i s0 = pair_sums<Format, 0, n>(p, q, sub_scale),
-                  s1 = pair_sums<Format, 1, n>(p, q, sub_scale);
-    const __m256i s2 = pair_sums<Format, 2, n>(p, q, sub_scale),
-                  s3 = pair_sums<Format, 3, n>(p, q, sub_scale);
+// Add the halves of the partial sums of blocks g, g + 4, g + 1 and g + 5.
+template <class Format, int g, int n, int T>
+HOTSET_INLINE void four_sums(const uint8_t* p, const int8_t* const (&q)[T], __m256i sub_scale,
+                             __m256i (&sums)[T]) {
+    __m256i next[T];
+    pair_sums<Format, g, n>(p, q, sub_scale, sums);
+    pair_sums<Format, g + 1, n>(p, q, sub_scale, next);
+    for (int t = 0; t < T; t++) sums[t] = add_halves(sums[t], next[t], kNarrowSums<Format> ? add16 : add32);
+}
+
+// Compute the integer dot products of the n blocks with T tokens, one lane per block, including sub-scales
+// but without the codes' offset. Sums are widened to int32 as late as the codes allow.
+template <class Format, int n, int T>
+HOTSET_INLINE void block_dots(const uint8_t* p, const int8_t* const (&q)[T], __m256i sub_scale,
+                              __m256i (&dots)[T]) {
     constexpr bool kSub = has_sub_blocks(Format::kType);
-    if constexpr (kInt16Terms<Format> >= 8) {
-        const __m256i sums = add_quarters(add_halves(s0, s1, add16), add_halves(s2, s3, add16), add16);
-        return _mm256_madd_epi16(sums, kSub ? sub_scale : ones());
-    } else if constexpr (!kSub && kInt16Terms<Format> >= 4) {
-        const __m256i first = _mm256_madd_epi16(add_halves(s0, s1, add16), ones()),
-                      last = _mm256_madd_epi16(add_halves(s2, s3, add16), ones());
-        return add_quarters(first, last, add32);
-    } else {
-        return add_quarters(add_halves(s0, s1, add32), add_halves(s2, s3, add32), add32);
+    __m256i last[T];
+    four_sums<Format, 0, n>(p, q, sub_scale, dots);
+    four_sums<Format, 2, n>(p, q, sub_scale, last);
+    for (int t = 0; t < T; t++) {
+        if constexpr (kInt16Terms<Format> >= 8)
+            dots[t] = _mm256_madd_epi16(add_quarters(dots[t], last[t], add16), kSub ? sub_scale : ones());
+        else if constexpr (kNarrowSums<Format>)
+            dots[t] =
+                add_quarters(_mm256_madd_epi16(dots[t], ones()), _mm256_madd_epi16(last[t], ones()), add32);
+        else
+            dots[t] = add_quarters(dots[t], last[t], add32);
     }
 }
 
@@ -954,34 +976,39 @@ template <class Format>
 constexpr bool kScalesFirst = has_sub_blocks(Format::kType) || Format::kType == Type::Q4_0 ||
                               Format::kType == Type::Q4_1 || Format::kType == Type::Q8_0;
 
-// Add n <= 8 blocks of one row and one token to acc, one lane per block. Force-inlined, like `dot`: the
-// larger this file, the earlier GCC makes it a call, which costs 5 to 15% of a token.
-template <class Format, int n>
-HOTSET_INLINE __m256 add_blocks(const uint8_t* p, const TokenInputs& x, int64_t b, __m256 acc) {
+// Add n <= 8 blocks of one row, times T tokens, to acc, one lane per block. Force-inlined, like `dot_lanes`:
+// the larger this file, the earlier GCC makes it a call, which costs 5 to 15% of a token.
+template <class Format, int n, int T>
+HOTSET_INLINE void add_blocks(const uint8_t* p, const TokenInputs (&x)[T], int64_t b, __m256 (&acc)[T]) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
     Scales s = {};
+    const int8_t* q[T];
+    __m256i dots[T];
+    for (int t = 0; t < T; t++) q[t] = x[t].q + b * 32;
     if constexpr (kScalesFirst<Format>) s = Format::template scales<n>(p);
-    __m256i dot = block_dots<Format, n>(p, x.q + b * 32, s.sub_scale);
+    block_dots<Format, n>(p, q, s.sub_scale, dots);
     if constexpr (!kScalesFirst<Format>) s = Format::template scales<n>(p);
-    const __m256 input = _mm256_loadu_ps(x.scale + b);
-    __m256i by_sum = _mm256_setzero_si256();
-    if constexpr (kSub) {
-        const __m256i sums =
-            _mm256_blend_epi16(load256(x.isum0 + b), _mm256_slli_epi32(load256(x.isum1 + b), 16), 0xaa);
-        by_sum = _mm256_madd_epi16(sums, sum_weights<Format>(s));
-        if constexpr (!kMin) dot = _mm256_sub_epi32(dot, by_sum);
-    } else if constexpr (Format::kZero != 0) {
-        dot = _mm256_sub_epi32(dot, eighths<Format::kZero>(load256(x.isum8 + b)));
+    for (int t = 0; t < T; t++) {
+        const __m256 input = _mm256_loadu_ps(x[t].scale + b);
+        __m256i dot = dots[t], by_sum = _mm256_setzero_si256();
+        if constexpr (kSub) {
+            const __m256i second = _mm256_slli_epi32(load256(x[t].isum1 + b), 16);
+            const __m256i sums = _mm256_blend_epi16(load256(x[t].isum0 + b), second, 0xaa);
+            by_sum = _mm256_madd_epi16(sums, sum_weights<Format>(s));
+            if constexpr (!kMin) dot = _mm256_sub_epi32(dot, by_sum);
+        } else if constexpr (Format::kZero != 0) {
+            dot = _mm256_sub_epi32(dot, eighths<Format::kZero>(load256(x[t].isum8 + b)));
+        }
+        __m256 total = _mm256_fmadd_ps(_mm256_mul_ps(s.scale, input), _mm256_cvtepi32_ps(dot), acc[t]);
+        if constexpr (kMin && kSub)
+            total = add_min<Format>(_mm256_mul_ps(s.min, input), _mm256_cvtepi32_ps(by_sum), total);
+        else if constexpr (kMin)
+            total = add_min<Format>(s.min, _mm256_loadu_ps(x[t].sum + b), total);
+        acc[t] = _mm256_blend_ps(acc[t], total, (1 << n) - 1);
     }
-    __m256 total = _mm256_fmadd_ps(_mm256_mul_ps(s.scale, input), _mm256_cvtepi32_ps(dot), acc);
-    if constexpr (kMin && kSub)
-        total = add_min<Format>(_mm256_mul_ps(s.min, input), _mm256_cvtepi32_ps(by_sum), total);
-    else if constexpr (kMin)
-        total = add_min<Format>(s.min, _mm256_loadu_ps(x.sum + b), total);
-    return _mm256_blend_ps(acc, total, (1 << n) - 1);
 }
 
-// kOnce: only this token reads the data.
+// kOnce: only these tokens read the data.
 template <bool kOnce>
 HOTSET_INLINE void prefetch(const uint8_t* p, int bytes) {
     for (int at = 0; at < bytes; at += 64) {
@@ -992,22 +1019,24 @@ HOTSET_INLINE void prefetch(const uint8_t* p, int bytes) {
     }
 }
 
-// Compute the sixteen lanes of a dot product. kTail: see by_tail. ahead: data as long as the row, to prefetch
-// meanwhile.
-template <class Format, int kTail, bool kOnce>
-HOTSET_INLINE V dot_lanes(const uint8_t* p, const uint8_t* ahead, int64_t blocks, const TokenInputs& x) {
-    __m256 lo = _mm256_setzero_ps(), hi = _mm256_setzero_ps();
+// Compute the sixteen lanes of a row's dot products with T tokens. kTail: see by_tail. ahead: data as long as
+// the row, to prefetch meanwhile.
+template <class Format, int kTail, bool kOnce, int T>
+HOTSET_INLINE void dot_lanes(const uint8_t* p, const uint8_t* ahead, int64_t blocks,
+                             const TokenInputs (&x)[T], V (&lanes)[T]) {
+    __m256 lo[T], hi[T];
+    for (int t = 0; t < T; t++) lo[t] = hi[t] = _mm256_setzero_ps();
     int64_t b = 0;
     if constexpr (kTail == 24) blocks = 24;
     for (; b + 16 <= blocks; b += 16, p += 2 * Format::kBytes, ahead += 2 * Format::kBytes) {
         prefetch<kOnce>(ahead, 2 * Format::kBytes);
-        lo = add_blocks<Format, 8>(p, x, b, lo);
-        hi = add_blocks<Format, 8>(p + Format::kBytes, x, b + 8, hi);
+        add_blocks<Format, 8>(p, x, b, lo);
+        add_blocks<Format, 8>(p + Format::kBytes, x, b + 8, hi);
     }
     const bool one_more = kTail % 8 == 0 ? kTail != 0 : b + 8 <= blocks;
     if (one_more) {
         prefetch<kOnce>(ahead, Format::kBytes);
-        lo = add_blocks<Format, 8>(p, x, b, lo);
+        add_blocks<Format, 8>(p, x, b, lo);
         p += Format::kBytes;
         ahead += Format::kBytes;
         b += 8;
@@ -1015,33 +1044,38 @@ HOTSET_INLINE V dot_lanes(const uint8_t* p, const uint8_t* ahead, int64_t blocks
     if constexpr (kTail % 8 != 0) {
         prefetch<kOnce>(ahead, kTail * Format::kBytes / 8);
         if (one_more)
-            hi = add_blocks<Format, kTail>(p, x, b, hi);
+            add_blocks<Format, kTail>(p, x, b, hi);
         else
-            lo = add_blocks<Format, kTail>(p, x, b, lo);
+            add_blocks<Format, kTail>(p, x, b, lo);
     }
-    return {lo, hi};
+    for (int t = 0; t < T; t++) lanes[t] = {lo[t], hi[t]};
 }
 
 // Call f<kTail>(). 0 and 8 are blocks % 16; 1 to 7 are blocks % 8, if the type allows it, with or without
-// eight before; 24 means exactly 24 blocks (common in MoE models: without a loop a tenth faster).
-template <class Format, class F>
+// eight before; 24 means exactly 24 blocks (common in MoE models: without a loop a tenth faster). `blocks` is
+// a multiple of kStep.
+template <class Format, int kStep, class F>
 HOTSET_INLINE auto by_tail(int64_t blocks, F f) {
     if constexpr (type_facts(Format::kType).block_size < 256) {
         switch (blocks % 8) {
-            case 1:
-                return f.template operator()<1>();
             case 2:
                 return f.template operator()<2>();
-            case 3:
-                return f.template operator()<3>();
             case 4:
                 return f.template operator()<4>();
-            case 5:
-                return f.template operator()<5>();
             case 6:
                 return f.template operator()<6>();
-            case 7:
-                return f.template operator()<7>();
+        }
+        if constexpr (kStep == 1) {
+            switch (blocks % 8) {
+                case 1:
+                    return f.template operator()<1>();
+                case 3:
+                    return f.template operator()<3>();
+                case 5:
+                    return f.template operator()<5>();
+                case 7:
+                    return f.template operator()<7>();
+            }
         }
     }
     if (blocks == 24) return f.template operator()<24>();
@@ -1059,27 +1093,48 @@ inline TokenInputs inputs_of(const Inputs& x, int token) {
 // Multiply one row by one token.
 template <class Format>
 inline float one_row(const Matrix&, const uint8_t* row, const Inputs& x, int token, const uint8_t* ahead) {
-    const TokenInputs inputs = inputs_of(x, token);
-    return by_tail<Format>(x.k / 32, [&]<int kTail>() {
-        return sum(dot_lanes<Format, kTail, false>(row, ahead, x.k / 32, inputs));
+    const TokenInputs inputs[1] = {inputs_of(x, token)};
+    return by_tail<Format, 1>(x.k / 32, [&]<int kTail>() {
+        V lanes[1];
+        dot_lanes<Format, kTail, false>(row, ahead, x.k / 32, inputs, lanes);
+        return sum(lanes[0]);
     });
 }
 
-// Multiply rows one after another. One call per row would take a fifth of the time of short rows.
-template <class Format, bool kOnce>
-void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int token, float* out) {
-    const TokenInputs inputs = inputs_of(x, token);
-    by_tail<Format>(x.k / 32, [&]<int kTail>() {
-        // Only one place computes a row's product: with a second one GCC makes it a call.
-        V lanes[4];
+// few_tokens<T> takes rows of a multiple of these blocks: few models have odd ones, and each width adds to
+// the time of the build.
+template <int T>
+constexpr int kFewStep = T == 1 ? 1 : 2;
+
+// The types of most files, whose products with two tokens are few_tokens<2>.
+template <class Format>
+constexpr bool kTakesTwo = [] {
+    constexpr Type kTypes[] = {Type::Q4_0, Type::Q4_1, Type::Q5_0,   Type::Q8_0,  Type::Q4_K,
+                               Type::Q5_K, Type::Q6_K, Type::IQ4_NL, Type::IQ4_XS};
+    return std::find(std::begin(kTypes), std::end(kTypes), Format::kType) != std::end(kTypes);
+}();
+
+// Multiply rows one after another by T tokens, the first of which is t0. One call per row would take a fifth
+// of the time of short rows.
+template <class Format, bool kOnce, int T>
+void few_tokens(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, float* out,
+                int64_t ld) {
+    TokenInputs inputs[T];
+    for (int t = 0; t < T; t++) inputs[t] = inputs_of(x, t0 + t);
+    by_tail<Format, kFewStep<T>>(x.k / 32, [&]<int kTail>() {
+        // Only one place computes a row's products: with a second one GCC makes it a call.
+        V lanes[T][4];
         int n = 0;
         for (int64_t r = row0; r < row1; r++) {
-            lanes[n++] = dot_lanes<Format, kTail, kOnce>(w.row(r), w.row(r) + x.ahead, x.k / 32, inputs);
-            if (n < 4) continue;
-            sums(lanes, out + r - 3 - row0);
+            V row[T];
+            dot_lanes<Format, kTail, kOnce>(w.row(r), w.row(r) + x.ahead, x.k / 32, inputs, row);
+            for (int t = 0; t < T; t++) lanes[t][n] = row[t];
+            if (++n < 4) continue;
+            for (int t = 0; t < T; t++) sums(lanes[t], out + t * ld + r - 3 - row0);
             n = 0;
         }
-        for (int i = 0; i < n; i++) out[row1 - row0 - n + i] = sum(lanes[i]);
+        for (int t = 0; t < T; t++)
+            for (int i = 0; i < n; i++) out[t * ld + row1 - row0 - n + i] = sum(lanes[t][i]);
     });
 }
 
@@ -1482,9 +1537,6 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
     }
 }
 
-// Tokens from which one at a time is too slow: signed codes cost most to multiply one by one.
-template <class Format>
-constexpr int kSeveralFrom = Format::kSigned ? 3 : 2;
 // Bytes of weights that stay in the second-level cache between two tiles of tokens.
 constexpr int64_t kCachedBytes = 128 * 1024;
 
@@ -1495,13 +1547,11 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
     if (t1 - t0 == 1)
         return avx2_kernels()->linear[int(Format::kType)](w, row0, row1, x, t0, t1, out, ld, scratch);
 #else
-    if (t1 - t0 == 1) return one_token<Format, true>(w, row0, row1, x, t0, out);
+    if (t1 - t0 == 1) return few_tokens<Format, true, 1>(w, row0, row1, x, t0, out, ld);
+    if constexpr (kTakesTwo<Format>)
+        if (t1 - t0 == 2 && x.k / 32 % kFewStep<2> == 0)
+            return few_tokens<Format, true, 2>(w, row0, row1, x, t0, out, ld);
 #endif
-    if constexpr (kSeveralFrom<Format> > 2)
-        if (t1 - t0 < kSeveralFrom<Format>) {
-            for (int t = t0; t < t1; t++) one_token<Format, false>(w, row0, row1, x, t, out + (t - t0) * ld);
-            return;
-        }
     if constexpr (type_facts(Format::kType).block_size < 256) {
         const int64_t blocks = x.k / 32, lanes = (blocks + 7) / 8 * 8;
         if (t1 - t0 > kFewTokens && 4 * lanes > 5 * blocks)  // the bits are the same either way
