@@ -203,12 +203,8 @@ class ReferenceBackend(WithoutDevices):
                 return rotate(values[op.x.id], batch.rotary_positions(op.rope), op)
             case ops.PositionGain():
                 return position_gain(op, batch.positions)
-            case ops.Attention():
-                self._store(op, values, batch, [seen[-1] for seen in slots])
-                chosen = None if op.chosen is None else values[op.chosen.id]
-                return self._attend(op, values[op.q.id], batch, slots, chosen)
-            case ops.Indexer():
-                return self._indexed(op, values, slots)
+            case ops.Attention() | ops.Indexer():
+                return self._over_cache(op, values, batch, slots)
             case (
                 ops.NgramEmbed() | ops.ShortConv() | ops.DeltaNet() | ops.SelectiveScan() | ops.ChannelScan()
                 | ops.Wkv() | ops.PoolBlocks()
@@ -429,13 +425,27 @@ class ReferenceBackend(WithoutDevices):
             np.concatenate([values, self._block_values[op.layer][ends]]),
         )
 
+    def _over_cache(
+        self,
+        op: ops.Attention | ops.Indexer,
+        found: dict[int, np.ndarray],
+        batch: Batch,
+        slots: list[np.ndarray],
+    ) -> np.ndarray:
+        """Store the keys of a batch, and compute an operation over those before each token."""
+        if isinstance(op, ops.Indexer):
+            return self._indexed(op, found, slots)
+        self._store(op, found, batch, [seen[-1] for seen in slots])
+        chosen = None if op.chosen is None else found[op.chosen.id]
+        return self._attend(op, found[op.q.id], batch, slots, chosen)
+
     def _attend(
         self,
         op: ops.Attention,
         q: np.ndarray,
         batch: Batch,
         slots: list[np.ndarray],
-        chosen: np.ndarray | None,
+        chosen: np.ndarray | None = None,
     ) -> np.ndarray:
         """Compute the attention of each token, one at a time: [n_tokens, width]."""
         of_keys, of_values = self._formats

@@ -217,8 +217,8 @@ class ModelConfig:
     part of the model. slopes: see operations.Attention. query_gain: beta and length of the
     operations.PositionGain that multiplies queries; None: no gain. n_embd_layer: width of the per-layer
     embedding of a token; 0: none. sections: pairs of channels for time, row and column of a rotary position,
-    which only tokens of images need; empty: all tokens rotate by their index. indexing:
-    None: a token attends to all keys. See Architecture for the rest.
+    which only tokens of images need; empty: all tokens rotate by their index. indexing: None: a token attends
+    to all keys. See Architecture for the rest.
     """
 
     architecture: str
@@ -359,8 +359,6 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
     n_embd = keys.integer("embedding_length", 1, 1 << 20)
     n_head, n_head_kv, head_dim, head_dim_v = _heads(keys, architecture, n_layer, n_embd)
     n_ctx_train = _context(gguf, keys, architecture)
-    indexing = indexing_of(gguf, keys, architecture, n_layer, head_dim)
-    is_indexed = indexing is not None and indexing.is_stored(gguf.tensors)
     override = None if activation is None else parse_activation(activation)
     config = ModelConfig(
         architecture=name,
@@ -374,11 +372,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         head_dim_v=head_dim_v,
         n_vocab=_vocabulary(gguf),
         n_ctx_train=n_ctx_train,
-        n_ctx_max=n_ctx_train
-        if architecture.first_position is not None
-        else indexing.n_ctx
-        if indexing is not None and not is_indexed
-        else None,
+        **_limits(gguf, keys, architecture, n_layer, head_dim, n_ctx_train),
         norm_eps=_norm_eps(keys, architecture),
         norm=architecture.norm,
         norm_bias=architecture.norm_bias,
@@ -413,7 +407,6 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         causal=keys.flag("attention.causal", architecture.causal),
         query_gain=_query_gain(keys, architecture),
         sections=_sections(keys),
-        indexing=indexing if is_indexed else None,
     )
     if not config.causal and (config.n_recurrent or config.altup is not None):
         raise UnsupportedModelError(
@@ -782,6 +775,18 @@ def _query_gain(keys: Keys, architecture: Architecture) -> tuple[float, int] | N
         return None
     beta = keys.real("attention.temperature_scale", 0.0, 1e3, 0.0)
     return (beta, keys.integer(architecture.tempered, 1, (1 << 31) - 1)) if beta else None
+
+
+def _limits(
+    gguf: GGUFFile, keys: Keys, architecture: Architecture, n_layer: int, head_dim: int, n_ctx_train: int
+) -> dict[str, Any]:
+    """Return the indexer and the longest context, in tokens, that hotset computes as the model defines it."""
+    if architecture.first_position is not None:
+        return {"n_ctx_max": n_ctx_train}
+    indexing = indexing_of(gguf, keys, architecture, n_layer, head_dim)
+    if indexing is None or indexing.is_stored(gguf.tensors):
+        return {"indexing": indexing}
+    return {"n_ctx_max": indexing.n_ctx}
 
 
 def _masked(metadata: Mapping[str, Any]) -> bool:

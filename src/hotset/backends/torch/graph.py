@@ -214,11 +214,8 @@ class TorchGraph:
                 return rotate(step[op.x], turns, n_head=op.n_head, kind=op.rope.kind, first=op.first)
             case ops.PositionGain():
                 return self._gains(op, step.tokens)
-            case ops.Attention():
+            case ops.Attention() | ops.Indexer():
                 return self._attended(op, step).flatten(0, 1)
-            case ops.Indexer():
-                weights = None if op.weights is None else step.by_text(op.weights)
-                return chosen_blocks(op, step.by_text(op.q), step.by_text(op.k), weights).flatten(0, 1)
             case (
                 ops.NgramEmbed() | ops.ShortConv() | ops.DeltaNet() | ops.SelectiveScan() | ops.ChannelScan()
                 | ops.Wkv() | ops.PoolBlocks()
@@ -351,7 +348,10 @@ class TorchGraph:
         gains = torch.from_numpy(position_gain(op, np.arange(n_tokens)))
         return gains.repeat(n_texts, 1).to(self.device)
 
-    def _attended(self, op: ops.Attention, step: Step) -> Tensor:
+    def _attended(self, op: ops.Attention | ops.Indexer, step: Step) -> Tensor:
+        if isinstance(op, ops.Indexer):
+            weights = None if op.weights is None else step.by_text(op.weights)
+            return chosen_blocks(op, step.by_text(op.q), step.by_text(op.k), weights)
         assert not op.first_seen, "a layer for multi-token prediction"
         assert op.groups != "only", "an image encoder"
         n_tokens, group = step.tokens.shape[1], op.n_head // op.n_head_kv
