@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +13,7 @@ from hotset.cli.console import print_json, say
 from hotset.cli.progress import ProgressBar
 from hotset.convert.hf import convert_hf
 from hotset.convert.projector import convert_projector
+from hotset.formats.requantize import PlannedTensor
 from hotset.sparsity.profile import Profile
 from hotset.units import human_size
 
@@ -99,9 +100,12 @@ def convert(
         return
     use = f"hotset {written.use} {target}{_ARGUMENTS[written.use]}"
     say(f"Wrote {target} ({human_size(written.n_bytes)}). Run it with: {use}")
-    if notes := sorted(
-        {f"{t.info.name}: {t.type.name}, {t.note}" for t in written.tensors if "rows" in t.note}
-    ):
+    _say_changed_types(written.tensors)
+
+
+def _say_changed_types(tensors: Sequence[PlannedTensor]) -> None:
+    """Print which matrices have another type because of their rows."""
+    if notes := sorted({f"{t.info.name}: {t.type.name}, {t.note}" for t in tensors if "rows" in t.note}):
         more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
         say(f"{notes[0]}{more}", dim=True)
 
@@ -115,9 +119,10 @@ def _refuse_with_projector(others: Mapping[str, object]) -> None:
 def _convert_projector(source: Path, target: Path, type: str, tensor_types: list[str], *, json: bool) -> None:
     """Convert the image encoder of a checkpoint, and say so."""
     with ProgressBar() as bar:
-        convert_projector(source, target, type, tensor_types=tensor_types, progress=bar)
+        tensors = convert_projector(source, target, type, tensor_types=tensor_types, progress=bar)
     n_bytes = target.stat().st_size
     if json:
         print_json({"path": str(target), "size": n_bytes, "type": type.lower()})
     else:
         say(f"Wrote {target} ({human_size(n_bytes)}). Use it with: hotset run MODEL --mmproj {target}")
+        _say_changed_types(tensors)

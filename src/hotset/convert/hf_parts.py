@@ -104,7 +104,7 @@ class IndexedLatent(LatentPart):
     def keys(self) -> dict[str, Any]:
         config = self.facts.raw
         own = _own_indexers(config, self.facts.n_layer)
-        return ({} if own is None else {"attention.indexer.types": own}) | {
+        return ({} if all(own) else {"attention.indexer.types": own}) | {
             "attention.indexer.head_count": self.n_index_head,
             "attention.indexer.key_length": self.index_dim,
             "attention.indexer.top_k": integer(config, "index_topk"),
@@ -119,8 +119,8 @@ class IndexedLatent(LatentPart):
         }
 
 
-def _own_indexers(config: dict[str, Any], n_layer: int) -> list[bool] | None:
-    """Return whether each layer has its own indexer, or None if config.json says nothing about it."""
+def _own_indexers(config: dict[str, Any], n_layer: int) -> list[bool]:
+    """Return whether each layer has its own indexer; all have one if config.json says nothing about it."""
     types = config.get("indexer_types") or config.get("index_topk_pattern")
     if types is not None:
         known = {"full": True, "F": True, "shared": False, "S": False}
@@ -132,7 +132,7 @@ def _own_indexers(config: dict[str, Any], n_layer: int) -> list[bool] | None:
             )
         return [known[each] for each in types[:n_layer]]
     if config.get("index_topk_freq") is None:
-        return None
+        return [True] * n_layer
     period = integer(config, "index_topk_freq")
     offset = integer(config, "index_skip_topk_offset", 2, low=0)
     return [max(i - offset + 1, 0) % period == 0 for i in range(n_layer)]
