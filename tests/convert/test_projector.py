@@ -77,7 +77,7 @@ def test_keys_and_names_are_llama_cpps(smol: Path, tmp_path: Path) -> None:
 
 
 def test_older_names_give_the_same_file(folder: Path, tmp_path: Path) -> None:
-    """Convert a checkpoint whose names are those of transformers 4, which most published ones have."""
+    """Convert a checkpoint with the names of transformers 4, as most published ones have."""
     convert_projector(folder, tmp_path / "new.gguf", "f32")
     tensors = load_file(folder / "model.safetensors")
     old = {}

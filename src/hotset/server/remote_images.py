@@ -153,8 +153,8 @@ def _left(until: float) -> float:
 def answer_of(parts: SplitResult, place: str, until: float) -> tuple[bytes, str | None]:
     """Return the bytes of a URL from the host at `place`, or the address to which it has moved.
 
-    A server that sends byte by byte is cut off at `until`, where the timeouts of a socket would begin anew
-    with each byte. Raises TimeoutError then, and OSError, ValueError or HTTPException.
+    A server that sends byte by byte is cut off at `until`, because the timeout of a socket starts again with
+    each byte. Raises TimeoutError then, and OSError, ValueError or HTTPException.
     """
     assert parts.hostname is not None
     connection = http.client.HTTPConnection(parts.hostname, _port(parts), timeout=_left(until))

@@ -198,8 +198,8 @@ def _tower(
 def _axial(kind: RopeKind, dim: int) -> Rope:
     """Return the rotation of a head of `dim` channels by row, and by column.
 
-    Pixtral ("norm") divides the frequencies of a whole head between the axes. Others ("neox") repeat those of
-    half a head.
+    Pixtral ("norm") divides the frequencies of a whole head between the axes. Others ("neox") repeat the
+    frequencies of half a head.
     """
     of_head, of_half = (frequencies(ROPE_BASE, n).tolist() for n in (dim, dim // 2))
     freq = (*of_head[::2], *of_head[1::2]) if kind == "norm" else (*of_half, *of_half)
