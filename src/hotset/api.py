@@ -322,7 +322,9 @@ class Model:
         prompt: list[int] | ImagePrompt = tokens
         if isinstance(tokens, PromptTokens) and self.images is not None:
             self.engine.require_room(len(tokens))  # before anything is encoded
-            prompt = ImagePrompt([max(token, 0) for token in tokens], self.images.placed(tokens))
+            if tokens.placed is None:
+                tokens.placed = ImagePrompt([max(token, 0) for token in tokens], self.images.placed(tokens))
+            prompt = tokens.placed
         sequence = self.engine.prepare(
             prompt, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix,
             constraint=self.grammars.constraint(*form) if form else None,

@@ -20,7 +20,7 @@ from waiting import WATCHDOG, until
 from hotset import files
 from hotset.backends.base import BLOCK_SIZE
 from hotset.engine import prompt_cache as module
-from hotset.engine.blocks import HEAD_BYTES, Identity, states_to_store
+from hotset.engine.blocks import HEAD_BYTES, Identity, Prefix, keys_of, states_to_store
 from hotset.engine.engine import Engine, ModelTraits
 from hotset.engine.prompt_cache import PromptCache
 from hotset.engine.sampler import SamplingParams
@@ -474,3 +474,11 @@ def test_states_take_no_more_room_than_the_blocks_between_them(
         state_nbytes = 10 * blocks_of_state
 
     assert sorted(states_to_store(kept, end_of_prompt, Memory())) == expected
+
+
+def test_the_order_of_images_in_a_block_is_part_of_its_key():
+    """Check two blocks with the same two images, the first or the second of which comes again."""
+    images = ((-1, b"a" * 32), (-2, b"b" * 32))
+    blocks = [[-1] * 20 + [7] + [-2] * 20 + [7] + [last] * (BLOCK_SIZE - 42) for last in (-1, -2)]
+    first, second = (keys_of(Identity(b"", "", "f16", 1.0), Prefix(one, images=images)) for one in blocks)
+    assert first != second

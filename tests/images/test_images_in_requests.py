@@ -170,7 +170,7 @@ async def test_bad_images_get_one_clear_error(path: Path, image: Any, message: s
     [
         "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0",
         "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd12::1",
-        "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1", "::127.0.0.1",
+        "ff02::1", "fec0::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1", "::127.0.0.1",
     ],
 )  # fmt: skip
 def test_private_addresses_are_never_fetched(address: str):
@@ -246,3 +246,24 @@ def test_a_server_that_sends_byte_by_byte_is_cut_off(head: bytes):
         with pytest.raises(TimeoutError):
             answer_of(url, "127.0.0.1", time.monotonic() + 0.2)
         thread.join()
+
+
+@pytest.mark.anyio
+async def test_several_answers_share_the_images_of_their_prompt(path: Path):
+    route, body = in_chat({"url": URL}, QUESTION)
+    async with client_of(path) as (client, service):
+        encoder = give_images(service.model, cache_bytes=0)
+        reply = await client.post(route, json={"model": "tiny", "n": 3} | body)
+        assert len(reply.json()["choices"]) == 3
+        assert encoder.n_encoded == 1
+
+
+@pytest.mark.anyio
+async def test_a_request_has_at_most_100_images(path: Path):
+    parts = [{"type": "image_url", "image_url": {"url": URL}}] * 101
+    route, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]}
+    async with client_of(path) as (client, service):
+        give_images(service.model)
+        reply = await client.post(route, json={"model": "tiny"} | body)
+        assert reply.status_code == 400
+        assert "a request may have 100 images, not 101" in reply.json()["error"]["message"]

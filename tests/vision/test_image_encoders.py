@@ -177,6 +177,8 @@ def test_missing_and_unknown_tensors_are_named(run_folder: Path, tmp_path: Path)
         ("vision.image_mean", [0.5], "must hold a number for each of three channels"),
         ("vision.image_std", [0.0, 1.0, 1.0], "outside 0.001 to 10"),
         ("vision.block_count", 5000, "outside 1 to 1024"),
+        ("vision.image_size", 8192, "outside 16 to 4096"),
+        ("vision.preproc_image_size", 4096, "divides an image into 16384 tiles, more than 1024"),
     ],
 )
 def test_odd_keys_are_named(key: str, value: object, error: str, run_folder: Path, tmp_path: Path) -> None:

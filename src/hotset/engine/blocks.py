@@ -138,9 +138,10 @@ def keys_of(identity: Identity, prefix: Prefix) -> list[bytes]:
 
 
 def _with_digests(tokens: Sequence[int], images: Mapping[int, bytes]) -> bytes:
-    """Return the bytes of a block's tokens: -1 for the tokens of images, whose digests follow in order."""
+    """Return the bytes of a block's tokens, with -1 for its first image, -2 for the second, and digests."""
     ids = dict.fromkeys(token for token in tokens if token < 0)
-    data: bytes = np.maximum(np.asarray(tokens, dtype="<i4"), -1).astype("<i4").tobytes()
+    number = {id: -1 - i for i, id in enumerate(ids)}
+    data = np.asarray([number.get(token, token) for token in tokens], dtype="<i4").tobytes()
     return data + b"".join(images[id] for id in ids)
 
 

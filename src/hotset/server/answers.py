@@ -29,6 +29,7 @@ from hotset.generation import Generation
 from hotset.server.errors import NotReadyError, RequestError, problem_of
 from hotset.server.json_limits import check_json
 from hotset.server.preparation import LONG_BYTES
+from hotset.text.image_text import images_of
 from hotset.text.infill import Gap
 from hotset.text.messages import BY_LAST_ROLE, Opening
 from hotset.text.output import OutputForm
@@ -147,10 +148,11 @@ class AnswerRequest:
 
     @property
     def is_long(self) -> bool:
-        """Return whether preparing its text may take more than a moment."""
+        """Return whether preparing its prompt may take more than a moment."""
         constrained = self.params.form is not None or self.tool_choice not in ("auto", "none")
         strict = any(tool.get("function", {}).get("strict") for tool in self.tools)
-        return self.n_bytes > LONG_BYTES or constrained or strict
+        has_images = any(images_of(message.get("content")) for message in self.messages or ())
+        return self.n_bytes > LONG_BYTES or constrained or strict or has_images
 
     @property
     def n_answers(self) -> int:

@@ -140,7 +140,8 @@ def is_public(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(ip))
     if inner is not None:
         return is_public(str(inner))
-    return ip.is_global and not ip.is_multicast and not ip.is_reserved
+    local = isinstance(ip, ipaddress.IPv6Address) and ip.is_site_local
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or local)
 
 
 def _left(until: float) -> float:

@@ -159,7 +159,9 @@ class PlacedImage:
 class PromptTokens(list[int]):
     """The token ids of a prompt with images, in order; ids of their tokens are NO_TOKEN.
 
-    A copy of the list has no images, and the engine refuses its ids.
+    A copy of the list has no images, and the engine refuses its ids. placed: the engine's prompt, once its
+    images are encoded; several answers share it.
     """
 
     images: tuple[PlacedImage, ...] = ()
+    placed: Any = None

@@ -6,6 +6,7 @@ row of FAMILIES. The transformer is an encoder like BERT, so its configuration i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 ARCHITECTURE = "clip"
 QUICK_GELU = FFNActivation("clamped_silu", threshold=float(np.finfo(np.float32).max))  # x * sigmoid(1.702 x)
 ROPE_BASE = 10000.0  # of rows and columns, in every family
+_MOST_SIDE = 4096  # pixels of a side that a file may name
+_MOST_PIXELS, _MOST_TILES = 1 << 25, 1024  # of one image: larger ones would fill the memory
 Sizes = Literal["tiles", "square", "free", "edge"]
 
 
@@ -130,18 +133,20 @@ def config_of_encoder(gguf: GGUFFile, tensors: Mapping[str, TensorInfo]) -> Visi
     scale_key = "vision.projector.scale_factor"
     merge_key = scale_key if family.sizes in ("tiles", "square") else "vision.spatial_merge_size"
     merge = keys.integer(merge_key, 1, 16, family.merge)
-    side = keys.integer("vision.image_size", patch * merge, 1 << 14)
+    side = keys.integer("vision.image_size", patch * merge, _MOST_SIDE)
     if family.sizes != "free" and side % (patch * merge):
         raise keys.error("vision.image_size", f"is {side}, no multiple of {patch * merge} pixels of a token")
     longest = least = most = window = 0
     if family.sizes == "tiles":
-        longest = keys.integer("vision.preproc_image_size", side, 1 << 14, side)
+        longest = keys.integer("vision.preproc_image_size", side, _MOST_SIDE, side)
+        if (n := math.ceil(longest / side) ** 2) > _MOST_TILES:
+            raise keys.error("vision.image_size", f"divides an image into {n} tiles, more than {_MOST_TILES}")
     elif family.sizes == "edge":
         most = side**2
     elif family.sizes == "free":
         area = (patch * merge) ** 2
-        least = keys.integer("vision.image_min_pixels", 1, 1 << 30, 8 * area)
-        most = max(keys.integer("vision.image_max_pixels", area, 1 << 30, 4096 * area), least)
+        most = keys.integer("vision.image_max_pixels", area, _MOST_PIXELS, min(4096 * area, _MOST_PIXELS))
+        least = keys.integer("vision.image_min_pixels", 1, most, min(8 * area, most))
     if projector == "qwen2.5vl_merger":
         window = keys.integer("vision.window_size", patch * merge, 1 << 14, 112) // (patch * merge) * merge
     return VisionConfig(
