@@ -170,7 +170,8 @@ async def test_bad_images_get_one_clear_error(path: Path, image: Any, message: s
     [
         "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0",
         "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd12::1",
-        "ff02::1", "fec0::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1", "::127.0.0.1",
+        "ff02::1", "fec0::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1",
+        "::127.0.0.1",
     ],
 )  # fmt: skip
 def test_private_addresses_are_never_fetched(address: str):
@@ -253,8 +254,9 @@ async def test_several_answers_share_the_images_of_their_prompt(path: Path):
     route, body = in_chat({"url": URL}, QUESTION)
     async with client_of(path) as (client, service):
         encoder = give_images(service.model, cache_bytes=0)
-        reply = await client.post(route, json={"model": "tiny", "n": 3} | body)
-        assert len(reply.json()["choices"]) == 3
+        reply = await client.post(route, json={"model": "tiny", "n": 2, "temperature": 0} | body)
+        assert reply.status_code == 200, reply.text
+        assert len(reply.json()["choices"]) == 2
         assert encoder.n_encoded == 1
 
 

@@ -72,6 +72,7 @@ NOT_RUN = {  # and the reason; options and arguments are still checked
     r"hotset sparse make .*--from-adapters ": "hours",
     r"hotset .*wikitext2-": "a text that is not in the repository",
     r"hotset .*--image ": "a vision model: tests/images",
+    r"hotset convert .*--mmproj": "a vision checkpoint: tests/convert/test_projector.py",
     r"ray ": "another program: tests/cluster",
     r"llm ": "another program: tests/clients",
 }

@@ -33,7 +33,7 @@ def test_dependencies_are_the_imports() -> None:
     listed = [re.match(r"opentelemetry|[\w-]+", requirement) for requirement in requirements]  # a namespace
     by_name = {"httptools"}  # uvicorn's http="httptools"
     parts = {"pydantic_core"}  # of pydantic
-    imported_as = {"pyyaml": "yaml", "pyzmq": "zmq"}
+    imported_as = {"pyyaml": "yaml", "pyzmq": "zmq", "pillow": "PIL"}
     names = {match[0].replace("-", "_") for match in listed if match}
     assert {imported_as.get(name, name) for name in names} == imported_packages() - parts | by_name
 

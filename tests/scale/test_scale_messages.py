@@ -39,6 +39,8 @@ FULL = a_batch(
     thresholded=np.arange(7) % 3 == 0,
     states=ints(3),
     saves=ints(7, seed=3),
+    rotary=ints(7, 3),
+    groups=ints(7, 2),
 )
 MESSAGES = [
     Message(3, FULL, floats(7)),
@@ -82,8 +84,8 @@ def test_message_arrives_with_the_same_bits(message: Message) -> None:
 
 
 def test_every_field_of_a_batch_is_carried() -> None:
-    """Stages have no adapters and return all logits."""
-    names = {field.name for field in fields(Batch)} - {"adapter_scales", "wants_candidates"}
+    """Stages have no adapters and no images, and return all logits."""
+    names = {field.name for field in fields(Batch)} - {"adapter_scales", "image_rows", "wants_candidates"}
     assert all(getattr(FULL, name) is not None for name in names)
     adapted = Message(1, a_batch(adapter_scales=[(("digest", 1.0),)] * 3), None)
     with pytest.raises(AssertionError, match="no adapters"):

@@ -75,10 +75,8 @@ def convert(
             param_hint="--powerinfer",
         )
     if mmproj:
-        _refuse_with_projector({
-            "--powerinfer": powerinfer, "--predictors": predictors, "--profile": profile,
-            "--activation": activation,
-        })  # fmt: skip
+        others = {"--powerinfer": powerinfer, "--predictors": predictors, "--profile": profile}
+        _refuse_with_projector(others | {"--activation": activation})
         _convert_projector(source, target, type, tensor_type or [], json=json)
         return
     with ProgressBar() as bar:

@@ -17,7 +17,7 @@ from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.vision.config import VisionConfig, config_of_encoder
 from hotset.model.vision.graph import describe_encoder
 from hotset.model.vision.tensors import EncoderTensors
-from hotset.vision.layouts import Detail, Layout, Scaled, layout_of, n_tokens_of, scaled_sizes
+from hotset.vision.layouts import Detail, Layout, ScaledSizes, layout_of, n_tokens_of, scaled_sizes
 from hotset.vision.patches import Patches, steps_of
 from hotset.vision.pictures import Picture
 
@@ -128,7 +128,7 @@ class ImageEncoder:
     ) -> None:
         self.close()
 
-    def _sizes(self, picture: Picture, detail: Detail, max_tokens: int | None) -> Scaled:
+    def _sizes(self, picture: Picture, detail: Detail, max_tokens: int | None) -> ScaledSizes:
         height, width, _ = picture.pixels.shape
         return scaled_sizes(self.config, height, width, detail, max_tokens)
 

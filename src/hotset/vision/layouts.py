@@ -35,7 +35,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledSizes:
     """The sizes of an image on its way to the encoder, in pixels.
 
     scalings: heights and widths to which it is scaled, one after the other. rows, columns: tiles of the last
@@ -49,7 +49,7 @@ class Scaled:
 
 def scaled_sizes(
     config: VisionConfig, height: int, width: int, detail: Detail, max_tokens: int | None
-) -> Scaled:
+) -> ScaledSizes:
     """Return the sizes of an image, as the processor of the family in transformers chooses them.
 
     detail: "low" is one tile, or LOW_TOKENS. max_tokens: most image tokens; None: no limit.
@@ -61,7 +61,7 @@ def scaled_sizes(
         case "tiles":
             found = _in_tiles(config, height, width, detail, max_tokens)
         case "square":
-            found = Scaled(((config.side, config.side),))
+            found = ScaledSizes(((config.side, config.side),))
         case "free":
             found = _free(config, height, width, detail, max_tokens)
         case "edge":
@@ -73,14 +73,14 @@ def scaled_sizes(
     return found
 
 
-def n_tokens_of(config: VisionConfig, sizes: Scaled) -> int:
+def n_tokens_of(config: VisionConfig, sizes: ScaledSizes) -> int:
     """Return the image tokens of an image of these sizes."""
     height, width = sizes.scalings[-1]
     n = height * width // config.token_side**2
     return n + (config.side // config.token_side) ** 2 if sizes.rows else n
 
 
-def layout_of(config: VisionConfig, sizes: Scaled) -> Layout:
+def layout_of(config: VisionConfig, sizes: ScaledSizes) -> Layout:
     """Return the place in the prompt of an image of these sizes."""
     n, n_all = (config.side // config.token_side) ** 2, n_tokens_of(config, sizes)
     match config.projector:
@@ -111,14 +111,14 @@ def layout_of(config: VisionConfig, sizes: Scaled) -> Layout:
 
 def _in_tiles(
     config: VisionConfig, height: int, width: int, detail: Detail, max_tokens: int | None
-) -> Scaled:
+) -> ScaledSizes:
     """Return the sizes of Idefics 3: the longer side is `longest`, and the tiles have `side`."""
     side, longest = config.side, config.longest
     if detail == "low":
-        return Scaled((_of_longest(height, width, longest), (side, side)))
+        return ScaledSizes((_of_longest(height, width, longest), (side, side)))
     while True:
         first = _of_longest(height, width, longest)
-        sizes = Scaled((first, _whole_tiles(*first, side)))
+        sizes = ScaledSizes((first, _whole_tiles(*first, side)))
         rows, columns = (pixels // side for pixels in sizes.scalings[-1])
         if rows * columns > 1:
             sizes = replace(sizes, rows=rows, columns=columns)
@@ -157,7 +157,9 @@ def _whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
     return max(height, side), max(width, side)
 
 
-def _free(config: VisionConfig, height: int, width: int, detail: Detail, max_tokens: int | None) -> Scaled:
+def _free(
+    config: VisionConfig, height: int, width: int, detail: Detail, max_tokens: int | None
+) -> ScaledSizes:
     """Return the sizes of Qwen-VL: whole tokens, of `least` to `most` pixels."""
     side = config.token_side
     if max(height, width) > _MOST_RATIO * min(height, width):
@@ -176,10 +178,12 @@ def _free(config: VisionConfig, height: int, width: int, detail: Detail, max_tok
         rows, columns = _smaller(height, width, side, max_tokens * side**2)
         rows = min(rows, max(max_tokens // columns, 1))
         columns = min(columns, max_tokens // rows)
-    return Scaled(((rows * side, columns * side),))
+    return ScaledSizes(((rows * side, columns * side),))
 
 
-def _within(config: VisionConfig, height: int, width: int, detail: Detail, max_tokens: int | None) -> Scaled:
+def _within(
+    config: VisionConfig, height: int, width: int, detail: Detail, max_tokens: int | None
+) -> ScaledSizes:
     """Return the sizes of Pixtral: whole tokens, with both sides at most `side` pixels."""
     side, longest = config.token_side, config.side
     if detail == "low":
@@ -188,7 +192,7 @@ def _within(config: VisionConfig, height: int, width: int, detail: Detail, max_t
         ratio = max(height / longest, width / longest, 1)
         rows, columns = (max((math.floor(n / ratio) - 1) // side + 1, 1) for n in (height, width))
         if max_tokens is None or rows * columns <= max_tokens or longest <= side:
-            return Scaled(((rows * side, columns * side),))
+            return ScaledSizes(((rows * side, columns * side),))
         longest -= side
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from hotset.errors import InvalidRequestError, install_command
 from hotset.model.vision.config import VisionConfig
-from hotset.vision.layouts import Scaled
+from hotset.vision.layouts import ScaledSizes
 
 RESCALE = 1 / 255
 _FILTERS = {"tiles": "LANCZOS", "square": "BILINEAR", "free": "BICUBIC", "edge": "BICUBIC"}
@@ -33,7 +33,7 @@ class Patches:
     order: np.ndarray | None = None
 
 
-def steps_of(config: VisionConfig, pixels: np.ndarray, sizes: Scaled) -> Iterator[Patches]:
+def steps_of(config: VisionConfig, pixels: np.ndarray, sizes: ScaledSizes) -> Iterator[Patches]:
     """Yield the steps of an image: one, or one for each tile and for the whole image.
 
     pixels: uint8 [height, width, 3]. Raises InvalidRequestError if Pillow is not installed.
@@ -54,7 +54,7 @@ def steps_of(config: VisionConfig, pixels: np.ndarray, sizes: Scaled) -> Iterato
         yield Patches(patches[of_patches], tokens, np.ascontiguousarray(at[of_patches]), groups, order)
 
 
-def images_of(config: VisionConfig, pixels: np.ndarray, sizes: Scaled) -> Iterator[np.ndarray]:
+def images_of(config: VisionConfig, pixels: np.ndarray, sizes: ScaledSizes) -> Iterator[np.ndarray]:
     """Yield the scaled image, or its tiles row by row and then the whole image, uint8 [height, width, 3]."""
     for size in sizes.scalings:
         pixels = resized(pixels, size, _FILTERS[config.family.sizes])

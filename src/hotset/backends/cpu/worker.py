@@ -2,7 +2,7 @@
 
 `CpuWorker` computes on request (csrc/cpu_worker.h). It computes the cold neurons that fire, or some experts
 of tokens, while the device computes its own. The device side transports requests and results: on the stream
-of a torch device (gpu/cpu_offload.py), or between two submissions on Vulkan (csrc/vulkan/exchange.h).
+of a torch device (triton/cpu_offload.py), or between two submissions on Vulkan (csrc/vulkan/exchange.h).
 
 After a failure no thread waits forever: the flags are set (csrc/cpu_worker.h, poison), and `end_step` raises
 an error. The next step begins with clean flags.

@@ -108,7 +108,7 @@ class FusedStep:
                     yield value, value == rounded
 
 
-class Form(NamedTuple):
+class ValueForm(NamedTuple):
     """How a value is stored: as floats, rounded for products with quantised weights, or both.
 
     by_maker: the kernel that computes the value rounds it; otherwise its first such reader is preceded by a
@@ -122,7 +122,7 @@ class Form(NamedTuple):
 
 def forms_of(
     steps: Sequence[FusedStep], kept: Collection[int], tensors: Mapping[str, TensorInfo]
-) -> dict[int, Form]:
+) -> dict[int, ValueForm]:
     """Return the form of each value that a step reads or writes, by id. kept: ids of values that are read."""
     floats, rounded = set(kept), set[int]()
     for step in steps:
@@ -132,7 +132,7 @@ def forms_of(
     forms = {}
     for id in {*makers, *floats, *rounded}:
         by_maker = id in rounded and id in makers and _can_round(makers[id], id, id in floats)
-        forms[id] = Form(id in floats or not by_maker, id in rounded, by_maker)
+        forms[id] = ValueForm(id in floats or not by_maker, id in rounded, by_maker)
     return forms
 
 
@@ -176,7 +176,7 @@ def places_of(
     first_of_tail: int,
     result: Value,
     max_batch: int,
-    forms: Mapping[int, Form],
+    forms: Mapping[int, ValueForm],
     tensors: Mapping[str, TensorInfo],
     kept: Collection[int] = (),
 ) -> tuple[dict[_Place, tuple[int, int]], int]:
