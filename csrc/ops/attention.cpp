@@ -706,7 +706,8 @@ static const Registered kAttention("attention", [](Facts& facts) -> std::unique_
     if (f.chosen >= 0) {
         facts.of_all_tokens(f.chosen);
         require(f.causal && f.k >= 0 && f.slopes.empty() && f.bias.empty() && f.first_seen == 0 &&
-                    !f.groups_only && !f.groups_too && (f.blocks < 0 ? f.window == 0 : f.chosen_size == f.block_size),
+                    !f.groups_only && !f.groups_too &&
+                    (f.blocks < 0 ? f.window == 0 : f.chosen_size == f.block_size),
                 "chosen keys must be the layer's own, without a window, slopes or a bias");
     }
     return std::make_unique<Attention>(plan, std::move(f));
