@@ -265,7 +265,7 @@ def test_a_history_that_cannot_be_stored_is_not_an_error(
 @pytest.mark.parametrize("template", [True, False])
 def test_an_empty_message_is_not_sent(template: bool) -> None:
     chat, asked = object.__new__(Chat), []
-    chat.template, chat.messages, chat.commands = template, [], {}
+    chat.template, chat.messages, chat.images, chat.commands = template, [], [], {}
     chat.model, chat.params, chat.parse_special = _Echo(), {}, True  # type: ignore[assignment]
     chat.answer = lambda: asked.append("chat")  # type: ignore[method-assign]
     chat._show = lambda stream: asked.append("raw") or ""  # type: ignore[method-assign, func-returns-value]

@@ -147,10 +147,11 @@ def test_a_text_has_the_same_bits_in_the_graph_for_images(prompt: Prompt):
     np.testing.assert_array_equal(with_images, without)
 
 
+@pytest.mark.parametrize(
+    "prompt", [name for name, traits in MODELS.items() if not any(traits)], indirect=True
+)
 def test_torch_computes_rows_of_images(prompt: Prompt):
     """Check the interpreter of training, which has neither rotary positions of images nor groups."""
-    if prompt.images.has_rotary or prompt.images.has_groups(0):
-        pytest.skip("training sees only rows of images")
     graph = TorchGraph(prompt.gguf, prompt.graph)
     tokens, x = torch.tensor(prompt.tokens)[None], None
     [rows] = prompt.images.rows(0, N, 0)
