@@ -109,7 +109,7 @@ class SequenceImages:
             if run.grouped and len(run.rows) > max_batch:
                 raise InvalidRequestError(
                     f"an image has {len(run.rows)} tokens, which one step must compute, but a step has at "
-                    f"most {max_batch}; load the model with max_batch={len(run.rows)} (--batch-size)"
+                    f"most {max_batch}; load the model with max_batch={len(run.rows)}"
                 )
             end = run.end
         ids = [IDS.of(run.digest) for run in self.runs]

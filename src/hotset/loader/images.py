@@ -24,13 +24,13 @@ def with_images(opened: Opened) -> Opened:
     settings, path = opened.settings, opened.gguf.path
     named = None if settings.mmproj is None else Path(settings.mmproj)
     if settings.no_mmproj:
-        return opened.with_images(None, "no_mmproj (--no-mmproj) leaves its projector out")
+        return opened.with_images(None, "no_mmproj leaves its projector out")
     found = named or projector_of(path)
     if found is None:
         return opened.with_images(
             None,
             f"there is no projector next to {path.name}; put its mmproj file into the same folder, or name "
-            "it with mmproj (--mmproj)",
+            "it with mmproj",
         )
     try:
         encoder = open_encoder(found, opened)
