@@ -137,8 +137,7 @@ class ImageReader:
         """Return the decoded picture, and keep it until it is encoded."""
         if image.address:
             raise InvalidRequestError(
-                "an image must be sent as data or a file; its address is not opened "
-                "(a server opens addresses with --allow-remote-images)"
+                "an image must be given as data or a file; only a server that allows it opens addresses"
             )
         with self._guard:
             if (known := self._pictures.get(image.key)) is not None:
