@@ -105,9 +105,7 @@ def _idefics3_keys(
     vision: Mapping[str, Any], config: Mapping[str, Any], images: Mapping[str, Any]
 ) -> dict[str, Any]:
     longest = _size(images, "size", "longest_edge", 4 * 364)
-    side = integer(vision, "image_size")
-    if (tile := _size(images, "max_image_size", "longest_edge", side)) != side:
-        raise UnsupportedModelError(f"tiles of {tile} pixels for an encoder of {side} are not supported")
+    _checked_side(vision, images, "max_image_size", "longest_edge", "tiles")
     return {
         "vision.projector.scale_factor": integer(config, "scale_factor", 2),
         "vision.preproc_image_size": longest,
@@ -117,9 +115,7 @@ def _idefics3_keys(
 def _gemma3_keys(
     vision: Mapping[str, Any], config: Mapping[str, Any], images: Mapping[str, Any]
 ) -> dict[str, Any]:
-    side = integer(vision, "image_size")
-    if (height := _size(images, "size", "height", side)) != side:
-        raise UnsupportedModelError(f"images of {height} pixels for an encoder of {side} are not supported")
+    side = _checked_side(vision, images, "size", "height", "images")
     per_side = math.isqrt(integer(config, "mm_tokens_per_image", 256))
     merge = side // integer(vision, "patch_size") // per_side
     return {} if merge == 4 else {"vision.projector.scale_factor": merge}
@@ -128,9 +124,7 @@ def _gemma3_keys(
 def _pixtral_keys(
     vision: Mapping[str, Any], config: Mapping[str, Any], images: Mapping[str, Any]
 ) -> dict[str, Any]:
-    side = integer(vision, "image_size")
-    if (longest := _size(images, "size", "longest_edge", side)) != side:
-        raise UnsupportedModelError(f"images of {longest} pixels for an encoder of {side} are not supported")
+    _checked_side(vision, images, "size", "longest_edge", "images")
     known = {"projector_hidden_act": "gelu", "vision_feature_layer": -1}
     if odd := [entry for entry, value in known.items() if config.get(entry, value) != value]:
         raise UnsupportedModelError(f"{odd[0]} in config.json is not supported, only {known[odd[0]]!r} is")
@@ -350,6 +344,16 @@ def _size(images: Mapping[str, Any], entry: str, part: str, default: int) -> int
     """Return a part of a size of the image processor."""
     size = images.get(entry)
     return integer(size, part, default) if isinstance(size, dict) else default
+
+
+def _checked_side(
+    vision: Mapping[str, Any], images: Mapping[str, Any], entry: str, part: str, what: str
+) -> int:
+    """Return the encoder's side in pixels; UnsupportedModelError if the image processor has another."""
+    side = integer(vision, "image_size")
+    if (found := _size(images, entry, part, side)) != side:
+        raise UnsupportedModelError(f"{what} of {found} pixels for an encoder of {side} are not supported")
+    return side
 
 
 def _pattern(full: object, n_layer: int) -> int:

@@ -22,13 +22,16 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 from hotset.errors import InvalidRequestError
 from hotset.escaping import clause
 from hotset.parameters import shown
+from hotset.server.errors import RequestError
 from hotset.server.settings import ServerSettings
 from hotset.text.image_text import GivenImage, ImageText, images_of
 from hotset.units import human_size
 
 MOST_BYTES = 20 << 20
 """The largest image that is fetched."""
-MOST_IMAGES = 16
+MOST_IMAGES = 100
+"""Images of one request, each of which may take seconds."""
+MOST_FETCHED = 16
 """Images of one request that are fetched."""
 SECONDS = 10.0
 """Time for all images of a request."""
@@ -42,8 +45,11 @@ Ask = Callable[[SplitResult, str, float], tuple[bytes, str | None]]
 def with_fetched(messages: Sequence[Mapping[str, Any]], settings: ServerSettings) -> list[Mapping[str, Any]]:
     """Return messages whose images all have their data. It takes a thread's time.
 
-    Raises InvalidRequestError if an address must not or cannot be fetched.
+    Raises RequestError for more than MOST_IMAGES, and InvalidRequestError if an address must not or cannot be
+    fetched.
     """
+    if (n := sum(len(images_of(message.get("content"))) for message in messages)) > MOST_IMAGES:
+        raise RequestError(f"a request may have {MOST_IMAGES} images, not {n}", param="messages")
     given = {
         name: image
         for message in messages
@@ -57,8 +63,8 @@ def with_fetched(messages: Sequence[Mapping[str, Any]], settings: ServerSettings
             "an image has an address, and this server opens none; send the image as a data URL, or start the "
             "server with --allow-remote-images"
         )
-    if len(given) > MOST_IMAGES:
-        raise InvalidRequestError(f"a request may have {MOST_IMAGES} images by address, not {len(given)}")
+    if len(given) > MOST_FETCHED:
+        raise InvalidRequestError(f"a request may have {MOST_FETCHED} images by address, not {len(given)}")
     until = time.monotonic() + SECONDS
     found = {
         name: replace(image, data=fetched(image.address, until), address="") for name, image in given.items()

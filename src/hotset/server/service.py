@@ -45,13 +45,12 @@ from hotset.server.settings import ServerSettings
 from hotset.server.vectors import Vectors
 from hotset.storage.aliases import untagged
 from hotset.text.fitting import Fitted, fitted
-from hotset.text.image_text import PromptTokens, images_of
+from hotset.text.image_text import PromptTokens
 from hotset.text.infill import encode_gap
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-MOST_IMAGES = 100  # of a request, of which each may take seconds
 _THREADS = 2  # for rare work that is not for the text of requests: loading, memory of devices
 PACE_SECONDS = 0.02  # least time between two pieces of a stream: a reader notices no shorter one
 _SHARE_SECONDS = 0.002  # for events of whole answers, before the loop does anything else
@@ -444,8 +443,6 @@ def _conversation(
 ) -> tuple[Output, Fitted]:
     """Return the form of the answer, and the prompt, without its oldest turns if the request allows that."""
     if model.images is not None:
-        if (n := sum(len(images_of(message.get("content"))) for message in messages)) > MOST_IMAGES:
-            raise RequestError(f"a request may have {MOST_IMAGES} images, not {n}", param="messages")
         messages = with_fetched(messages, settings)
     use = ToolUse(request.tools, request.tool_choice, request.parallel_tool_calls)
     variables = {**request.thinking.variables, **request.template}
