@@ -217,7 +217,7 @@ def test_image_tokens_that_lost_their_images_are_refused(model: hotset.Model):
 
 
 def test_a_model_without_an_encoder_names_the_missing_file(model: hotset.Model):
-    with pytest.raises(InvalidRequestError, match=r"no projector next to tiny\.gguf.*--mmproj"):
+    with pytest.raises(InvalidRequestError, match=r"no projector next to tiny\.gguf.*mmproj"):
         model.chat([asks(SMALL, "What is this?")])
 
 

@@ -89,7 +89,7 @@ def test_a_damaged_image_is_one_clear_error(seeing: Path, data: bytes):
 def test_no_mmproj_leaves_the_file_out(seeing: Path):
     with hotset.load(seeing, **HOW, no_mmproj=True) as model:
         assert model.images is None
-        with pytest.raises(InvalidRequestError, match="--no-mmproj"):
+        with pytest.raises(InvalidRequestError, match="no_mmproj leaves its projector out"):
             model.chat(asks(image_file((9, 20))), temperature=0)
 
 

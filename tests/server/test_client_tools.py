@@ -245,7 +245,7 @@ async def test_calls_of_a_chat(hermes: Path):
         assert pieces[0].pop("id").startswith("call_")
         assert pieces[0] == {"index": 0, "type": "custom", "custom": {"name": "patch", "input": ""}}
         assert {one["index"] for one in pieces[len(texts) :]} == {1}
-        assert ("".join(texts), len(texts) > 3) == (PATCH, True)
+        assert "".join(texts) == PATCH
         assert reply.json()["choices"][0]["finish_reason"] == "tool_calls"
 
 
