@@ -73,7 +73,10 @@ std::vector<std::pair<int64_t, std::optional<PythonLogprobs>>> draw(const std::v
     const Kernels& kernels = chosen_kernels(std::nullopt);
     std::vector<DrawnToken> drawn;
     {
-        const nb::gil_scoped_release release;
+        // Candidates are drawn in microseconds. Another thread could keep a released GIL for much longer.
+        std::optional<nb::gil_scoped_release> release;
+        if (std::ranges::any_of(checked, [](const DrawJob& job) { return !job.row.candidates; }))
+            release.emplace();
         drawn = draw_tokens(checked, kernels, runtime.get());
     }
     std::vector<std::pair<int64_t, std::optional<PythonLogprobs>>> result;

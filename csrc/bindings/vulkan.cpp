@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <atomic>
+#include <bit>
 #include <optional>
 
 #include "bindings/bindings.h"
@@ -229,6 +231,64 @@ nb::ndarray<nb::numpy, uint64_t, nb::ndim<2>> times(const Program& program) {
     return result;
 }
 
+using Words = nb::ndarray<uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Write the positions and block tables of a step (backends/vulkan/inputs.py) and return its largest position.
+// Sequences are numbered again: the caller may have more of them than a step has tokens.
+int place_tokens(const Words& places, const Words& tables, const Ints& positions, const Ints& sequences,
+                 const IntMatrix& kv_blocks) {
+    const size_t n = positions.size(), most = places.shape(1), width = tables.shape(1);
+    require(n > 0 && n <= most && sequences.size() == n,
+            "a step has a position and a sequence for each token");
+    require(places.shape(0) == 3 && tables.shape(0) >= n, "the inputs have too few rows");
+    uint32_t *const position = places.data(), *const own = position + most, *const last = own + most;
+    const int largest = *std::max_element(positions.data(), positions.data() + n);
+    require(largest >= 0, "a position is negative");
+    const size_t used = std::min({size_t(largest / kKvBlockSize + 1), width, size_t(kv_blocks.shape(1))});
+    size_t end = n, row = 0;
+    for (size_t t = 0; t < n; t++) {
+        const int sequence = sequences.data()[t];
+        require(sequence >= 0 && size_t(sequence) < kv_blocks.shape(0), "a sequence has no block table");
+        const bool begins = t == 0 || sequence != sequences.data()[t - 1];
+        if (begins) {
+            const int32_t* const blocks = kv_blocks.data() + size_t(sequence) * kv_blocks.shape(1);
+            if (t) row++;
+            std::copy_n(blocks, used, tables.data() + row * width);
+        }
+        position[t] = uint32_t(positions.data()[t]);
+        own[t] = uint32_t(row);
+    }
+    for (size_t t = n; t-- > 0;) {
+        if (t + 1 == n || own[t] != own[t + 1]) end = t;
+        last[t] = position[end];
+    }
+    return largest;
+}
+
+using Pairs = nb::ndarray<const uint32_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+
+nb::tuple candidates(const Pairs& pairs) {
+    require(pairs.shape(2) == 2, "candidates are pairs");
+    int32_t* ids;
+    float* logits;
+    const size_t n = pairs.shape(0), width = pairs.shape(1);
+    auto of_ids = new_array<int32_t>(ids, n, width);
+    auto of_logits = new_array<float>(logits, n, width);
+    std::vector<std::pair<uint32_t, uint32_t>> row(width);  // id, key
+    for (size_t i = 0; i < n; i++) {
+        const uint32_t* const own = pairs.data() + i * width * 2;
+        for (size_t j = 0; j < width; j++) row[j] = {own[2 * j + 1], own[2 * j]};
+        std::ranges::sort(row);
+        for (size_t j = 0; j < width; j++) {
+            const auto [id, key] = row[j];
+            constexpr uint32_t sign = 1u << 31;
+            ids[i * width + j] = int32_t(id);
+            logits[i * width + j] = std::bit_cast<float>(key & sign ? key ^ sign : ~key);
+        }
+    }
+    return nb::make_tuple(of_ids, of_logits);
+}
+
 // Cancels runs from any thread.
 struct Cancel {
     std::atomic<bool> requested{false};
@@ -321,6 +381,10 @@ void bind_vulkan(nb::module_& m) {
           "(csrc/device_tiles.h).");
     m.def("vulkan_upload", &upload, "type"_a, "cols"_a, "data"_a, "rows"_a, "codes"_a, "more"_a.none(),
           "n_threads"_a, "Rearrange rows and write them to a device's buffers, starting at an offset.");
+    m.def("vulkan_place_tokens", &place_tokens, "places"_a, "tables"_a, "positions"_a, "sequences"_a,
+          "kv_blocks"_a, "Write the positions and block tables of a step; return its largest position.");
+    m.def("vulkan_candidates", &candidates, "pairs"_a,
+          "Return the token ids, ascending in each row, and their logits (backends/vulkan/candidates.py).");
     m.def("vulkan_fail", &fail, "name"_a, "n"_a, "result"_a,
           "Make the n-th next call of a Vulkan function return a VkResult; 0: none (for tests).");
     m.def("vulkan_memory_type", &memory_type, "heaps"_a, "types"_a, "allowed"_a, "place"_a,

@@ -390,6 +390,14 @@ def vulkan_upload(
     more: tuple[VulkanBuffer, int] | None,
     n_threads: int,
 ) -> None: ...
+def vulkan_place_tokens(
+    places: np.ndarray,  # uint32 [3, tokens]: position, number of the sequence, last position; written
+    tables: np.ndarray,  # uint32 [tokens, blocks], written
+    positions: np.ndarray,
+    sequences: np.ndarray,
+    kv_blocks: np.ndarray,
+) -> int: ...
+def vulkan_candidates(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...  # of uint32 [n, candidates, 2]
 def vulkan_run(
     programs: list[VulkanProgram],
     cancel: VulkanCancel,

@@ -586,8 +586,9 @@ class Engine:
                     self._end(sequence)
                 except Exception as error:
                     self._fail(sequence, error)
-            for answer, drawn in zip(going, draw_tokens(jobs, self.backend.runtime), strict=True):
-                answer.drawn = drawn
+            drawn = draw_tokens(jobs, self.backend.runtime) if jobs else []
+            for answer, token in zip(going, drawn, strict=True):
+                answer.drawn = token
             answers = going
 
     def _advance(self, sequence: Sequence, start: int, end: int) -> None:

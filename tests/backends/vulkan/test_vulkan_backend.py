@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from hotset.backends.vulkan.backend import WholeVulkan
 from hotset.backends.vulkan.devices import find_device, list_devices
 from hotset.backends.vulkan.kernels import Recorder, VulkanKernels
 from hotset.backends.vulkan.memory import BufferArena, BufferRange
+from hotset.engine.engine import Engine
+from hotset.engine.sampler import SamplingParams
 from hotset.errors import (
     DeviceError,
     InvalidRequestError,
@@ -239,3 +242,25 @@ def test_a_binding_is_checked(gguf: GGUFFile, bound: tuple[int, int], sentence: 
     program = _core.VulkanProgram(stage.opened.device)
     with pytest.raises(ValueError, match=sentence):
         program.dispatch(stage.opened.kernels.get("select", []), [given, given, given], bytes(12), (1, 1, 1))
+
+
+HOST_CALLS = 210  # Python and native functions between two submissions
+
+
+def test_a_token_needs_few_calls_on_the_host(gguf: GGUFFile) -> None:
+    engine = Engine(vulkan(gguf, n_blocks=4), 128, 1)
+    sequence = engine.enqueue(engine.prepare(list(range(9)), SamplingParams(temperature=0, ignore_eos=True)))
+    for _ in range(4):
+        engine.step()
+    calls = 0
+
+    def count(frame: object, event: str, function: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    engine.step()
+    sys.setprofile(before)
+    assert len(sequence.tokens) == 9 + 5
+    assert calls <= HOST_CALLS

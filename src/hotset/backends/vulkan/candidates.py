@@ -52,12 +52,8 @@ def record(
 
 
 def candidates_of(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token ids, rising in each row, and their logits: int32 and float32 [n, N_CANDIDATES].
+    """Return the token ids, ascending in each row, and their logits: int32 and float32 [n, N_CANDIDATES].
 
     pairs: the result of the last dispatch, uint32 [n, N_CANDIDATES, 2].
     """
-    keys, ids = pairs[..., 0], pairs[..., 1].view(np.int32)
-    sign = np.uint32(1 << 31)
-    values = np.where(keys & sign, keys ^ sign, ~keys).view(np.float32)
-    order = np.argsort(ids, axis=1)
-    return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
+    return _core.vulkan_candidates(pairs)

@@ -73,6 +73,23 @@ class InputShape:
         return sum(aligned(4 * size) for size in self.words.values())
 
 
+class _Rotation:
+    """The angles of a rotation by position, computed once for each block of positions."""
+
+    def __init__(self, rope: ops.Rope) -> None:
+        self._rope = rope
+        self._angles = np.empty((0, rope.n_rot), np.float32)
+
+    def write(self, positions: np.ndarray, last: int, out: np.ndarray) -> None:
+        """Write the angles of `positions` [n] to out, float32 [n, n_rot]. last: the largest position."""
+        known = len(self._angles)
+        if last >= known:
+            new = np.arange(known, max(last // BLOCK_SIZE + 1, 2 * known // BLOCK_SIZE) * BLOCK_SIZE)
+            both = np.stack(cos_sin(self._rope, new), axis=2).reshape(len(new), -1)
+            self._angles = np.concatenate([self._angles, both])
+        np.take(self._angles, positions, axis=0, out=out, mode="clip")
+
+
 class VulkanInputs:
     """The inputs of a batch, by key.
 
@@ -85,20 +102,28 @@ class VulkanInputs:
     """
 
     def __init__(self, device: _core.VulkanDevice, shape: InputShape) -> None:
-        self._max_batch, self._n_blocks, self._n_states = shape.max_batch, shape.n_blocks, shape.n_states
+        most, self._n_states = shape.max_batch, shape.n_states
         sizes = shape.words
         self.buffer = device.allocate(shape.nbytes, "to_device")
         self.nbytes = self.buffer.reserved
         view, at = self.buffer.view(), 0
         self._pieces: dict[object, BufferRange] = {}
-        self._words: dict[object, np.ndarray] = {}
+        words: dict[object, np.ndarray] = {}
         for key, size in sizes.items():
             self._pieces[key] = BufferRange(self.buffer, at, 4 * size)
-            self._words[key] = view[at : at + 4 * size].view(np.uint32)
+            words[key] = view[at : at + 4 * size].view(np.uint32)
             at += aligned(4 * size)
-        self._ropes, self._strides, self._heads, self._tiles = (
-            shape.ropes, shape.entering, shape.heads, shape.tiles,
-        )  # fmt: skip
+        self._words = words
+        self._places, self._tables = words["positions"].reshape(3, -1), words["tables"].reshape(most, -1)
+        self._thresholded = words["thresholded"].view(np.float32)
+        self._rows = {
+            value: words[value].view(np.float32).reshape(most, stride)[:, : value.width]
+            for value, stride in shape.entering.items()
+        }
+        self._rotations = [
+            (_Rotation(rope), words[rope].view(np.float32).reshape(most, -1)) for rope in shape.ropes
+        ]
+        self._heads, self._tiles = shape.heads, shape.tiles
 
     def __getitem__(self, key: object) -> BufferRange:
         """Return the buffer range of a name, a rotation or a value."""
@@ -117,33 +142,23 @@ class VulkanInputs:
         Raises InvalidRequestError for states that break the contract of Batch.
         """
         n = len(batch.tokens)
-        # Renumber the sequences: the caller may have more of them than a step has tokens.
-        first, lengths = batch.runs()
-        used, own = batch.sequences[first], np.repeat(np.arange(len(first)), lengths)
-        width = min(int(batch.positions.max()) // BLOCK_SIZE + 1, self._n_blocks)
-        if self._n_states:
-            self._fill_states(batch, first, lengths)
-        positions = self._words["positions"].reshape(3, -1)
-        last = batch.positions[first + lengths - 1]
-        positions[:, :n] = batch.positions, own, np.repeat(last, lengths)
+        last = _core.vulkan_place_tokens(
+            self._places, self._tables, batch.positions, batch.sequences, batch.block_tables
+        )
         self._words["slots"][:n] = slots
-        self._words["tables"].reshape(-1, self._n_blocks)[: len(used), :width] = batch.block_tables[
-            used, :width
-        ]
-        flags = np.zeros(n, np.float32) if batch.thresholded is None else batch.thresholded
-        self._words["thresholded"].view(np.float32)[:n] = flags
-        for rope in self._ropes:
-            both = np.stack(cos_sin(rope, batch.positions), axis=2)
-            self._words[rope].view(np.float32)[: n * rope.n_rot] = both.reshape(-1)
+        self._thresholded[:n] = 0 if batch.thresholded is None else batch.thresholded
+        for rotation, angles in self._rotations:
+            rotation.write(batch.positions, last, angles[:n])
         for value, values in rows.items():
-            stride = self._strides[value]
-            self._words[value].view(np.float32).reshape(-1, stride)[:n, : value.width] = values
-        n_splits = int(batch.positions.max()) // SPLIT + 1
+            self._rows[value][:n] = values
         for n_head in self._heads:
-            self._words["heads", n_head][:3] = n_head, n, n_splits
+            self._words["heads", n_head][:] = n_head, n, last // SPLIT + 1
+        if self._n_states:
+            self._fill_states(batch)
 
-    def _fill_states(self, batch: Batch, first: np.ndarray, lengths: np.ndarray) -> None:
-        """Write the state slots. first, lengths: each sequence's first token, and its number of tokens."""
+    def _fill_states(self, batch: Batch) -> None:
+        """Write the state slots. Raises as `fill`."""
+        first, lengths = batch.runs()
         states, saves = check_states(batch, self._n_states)
         n = len(batch.tokens)
         words = self._words["states"].reshape(4, -1)

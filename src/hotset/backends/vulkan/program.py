@@ -219,8 +219,8 @@ class RecordedGraph:
 
     def candidate_rows(self, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the candidates of n rows after their tail has run: tokens and logits, as candidates_of."""
-        data = np.frombuffer(self._on_host.read(n * candidates.CANDIDATE_BYTES), np.uint32)
-        return candidates.candidates_of(data.reshape(n, N_CANDIDATES, 2))
+        data = self._on_host.buffer.read(self._on_host.offset, n * candidates.CANDIDATE_BYTES)
+        return candidates.candidates_of(data.view(np.uint32).reshape(n, N_CANDIDATES, 2))
 
     @property
     def has_adapters(self) -> bool:

@@ -231,8 +231,9 @@ class VulkanStage(DeviceStage):
         scales = self._adapters.scales(batch)
         lowered = self._program(frozenset(batch.taps), with_adapters=scales is not None)
         rows = {value: on_host(entering) for value, entering in self.entering_rows(batch, x).items()}
-        plain = replace(batch, taps=(), adapter_scales=None)
-        rows |= {value: backend.run(plain) for value, backend in self._ngrams.items()}
+        if self._ngrams:
+            plain = replace(batch, taps=(), adapter_scales=None)
+            rows |= {value: backend.run(plain) for value, backend in self._ngrams.items()}
         rows |= {op.out: position_gain(op, batch.positions) for op in self._gains}
         # Without n_vocab: the chain has checked the tokens.
         slots = cache_slots(batch, max_batch=self.max_batch, n_blocks=self.n_blocks, n_vocab=None)
