@@ -57,8 +57,9 @@ ORDER = (
     Step("vulkan-right", ("vulkan", "--part", "parity"), 90),
     Step("vulkan-costs", ("vulkan", "--part", "costs"), 60),
     Step("vulkan-speed", ("vulkan", "--part", "speed"), 260),
-    Step("build", ("build",), 540),
+    Step("build", ("build",), 480),
     Step("vulkan-peers", ("vulkan", "--part", "peers"), 300),
+    Step("vulkan-gate", ("vulkan", "--part", "gate"), 60),
     Step("vulkan-tests", ("vulkan", "--part", "tests"), 90),
 )
 TRITON = (

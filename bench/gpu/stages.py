@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--vulkan", default="vulkan", help="the device of stage vulkan")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of raw results")
     parser.add_argument("--seconds", type=float, help="start no unit after this time (480)")
-    parts = [*PARTS, "parity", "costs", "speed", "peers", "tests"]
+    parts = [*PARTS, "parity", "costs", "speed", "peers", "gate", "tests"]
     parser.add_argument(
         "--part", action="append", choices=parts, help="of check or vulkan; repeatable; all of the stage"
     )

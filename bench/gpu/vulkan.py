@@ -4,6 +4,7 @@
     costs    an empty dispatch, a barrier, a submission, a timestamp
     speed    prompts and answers at several depths, with the device's time by operation
     peers    the same files in the same run: llama.cpp's builds for CUDA and Vulkan, and Triton
+    gate     whether Vulkan may replace Triton: docs/contributing/decisions/042-gate-for-triton.md
     tests    the tests of the Vulkan backend on this device
 
 Each unit is a separate process. With a JSON argument this file is such a process.
@@ -16,7 +17,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -28,13 +29,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))  # peers.py and synthetic.py of bench/
 from ledger import PATIENCE, Ledger, run_program
 from peers import print_table, verdict
-from synthetic import SHAPES, Shape, write_model
+from synthetic import SHAPES, Shape, write_model, write_sparse_model
 
 from build import program_of
 from hotset.formats.quants import GGMLType
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("parity", "costs", "speed", "peers", "tests")
+PARTS = ("parity", "costs", "speed", "peers", "gate", "tests")
 TESTS = ("test_vulkan_operations.py", "test_vulkan_backend.py", "test_vulkan_timings.py")
 PARITY = Shape(512, 1536, 4, 8, 4)
 # Relative error of the logits; 0: the same bits. Products of floats have their own order of sums.
@@ -48,6 +49,10 @@ COSTS = {
     "dependent dispatch": "an empty one after a barrier",
     "timestamp": "of an empty dispatch next to others",
 }
+# The gate: the least ratios of Vulkan's speed to Triton's, and the most seconds of a split layer.
+DECODE, PREFILL, SPLIT_S = 0.9, 0.7, 50e-6
+# So small that a split layer's time is the exchange between device and CPU.
+SPLIT = Shape(256, 512, 32, 4, 2)
 _SCALE = 2  # csrc/vulkan/shaders/elementwise.comp
 
 
@@ -83,6 +88,11 @@ class Setup:
         return SMALL if self.small else MODELS
 
     @property
+    def backends(self) -> dict[str, list[str]]:
+        """Return hotset's command for each backend: Vulkan and Triton."""
+        return {"Vulkan": _hotset(self.device), "Triton": _hotset(self.other)}
+
+    @property
     def tests(self) -> list[str]:
         """Return llama-bench's options for prompts and answers at each depth."""
         sizes = ("16", "4", "0,32", "1") if self.small else ("512", "32", "0,512,4096", "2")
@@ -92,7 +102,7 @@ class Setup:
 def run(ledger: Ledger, setup: Setup, parts: Sequence[str]) -> None:
     """Measure the missing units of these parts, and print their tables."""
     measures: dict[str, Callable[[Ledger, Setup], None]] = {
-        "parity": _parity, "costs": _costs, "speed": _speed, "peers": _peers, "tests": _tests,
+        "parity": _parity, "costs": _costs, "speed": _speed, "peers": _peers, "gate": _gate, "tests": _tests,
     }  # fmt: skip
     for part in parts:
         measures[part](ledger, setup)
@@ -154,8 +164,16 @@ def _print_operations(name: str, entry: Mapping[str, Any]) -> None:
     print_table(["operation", "kernel", "dispatches", "µs", "share", "GB/s of weights"], rows)
 
 
+def _speeds(ledger: Ledger, setup: Setup, model: str, program: str, argv: Sequence[str]) -> dict[str, float]:
+    """Return the tokens per second of each test of a program."""
+    path = _written(ledger, setup.folder, model, setup.models[model])
+    command = [*argv, str(path), *setup.tests, "-o", "json"]
+    found = _bench(ledger, f"peers-{model}-{program.replace(' ', '-')}", command) or {}
+    return {_test(entry): float(entry["avg_ts"]) for entry in found.get("entries", [])}
+
+
 def _peers(ledger: Ledger, setup: Setup) -> None:
-    programs = {"Vulkan": _hotset(setup.device), "Triton": _hotset(setup.other)}
+    programs = setup.backends
     for kind in ("CUDA", "Vulkan") if setup.llama is not None else ():
         program = program_of(setup.llama, f"llama.cpp {kind}")
         if program.exists():
@@ -163,18 +181,37 @@ def _peers(ledger: Ledger, setup: Setup) -> None:
         else:
             print(f"llama.cpp is not built for {kind}: it is left out")
     rows = []
-    for name, model in setup.models.items():
-        path = _written(ledger, setup.folder, name, model)
+    for name in setup.models:
         found: dict[str, dict[str, str]] = {}
         for program, argv in programs.items():
-            command = [*argv, str(path), *setup.tests, "-o", "json"]
-            result = _bench(ledger, f"peers-{name}-{program.replace(' ', '-')}", command) or {}
-            for entry in result.get("entries", []):
-                found.setdefault(_test(entry), {})[program] = f"{entry['avg_ts']:.1f}"
-            if "failed" in result:
-                print(f"{program}, {name}: {result['failed']}")
+            for test, speed in _speeds(ledger, setup, name, program, argv).items():
+                found.setdefault(test, {})[program] = f"{speed:.1f}"
         rows += [[name, test, *(of.get(program, "") for program in programs)] for test, of in found.items()]
     print_table(["model", "tokens/s", *programs], rows)
+
+
+def _gate(ledger: Ledger, setup: Setup) -> None:
+    """Print whether the gate holds for each model; it does not hold without a measurement."""
+    rows = []
+
+    def add(what: str, measured: str, gate: str, holds: bool) -> None:
+        rows.append([what, measured, gate, "holds" if holds else "does not hold"])
+
+    for name in setup.models:
+        vulkan, triton = (
+            _speeds(ledger, setup, name, backend, argv) for backend, argv in setup.backends.items()
+        )
+        for test in dict.fromkeys([*vulkan, *triton]):
+            ratio = vulkan.get(test, float("nan")) / triton.get(test, float("nan"))
+            least = PREFILL if test.startswith("pp") else DECODE
+            add(f"{name}, {test}", f"{ratio:.2f}", f"at least {least}", ratio >= least)
+        if not vulkan and not triton:
+            add(name, "", "", False)
+    n_layers = 2 if setup.small else SPLIT.layers
+    found = _unit(ledger, "split", what="split", device=setup.device, n_layers=n_layers) or {}
+    seconds = found.get("seconds", float("nan"))
+    add("a split layer", f"{1e6 * seconds:.0f} µs", f"at most {1e6 * SPLIT_S:.0f} µs", seconds <= SPLIT_S)
+    print_table(["Vulkan ÷ Triton", "measured", "gate", ""], rows)
 
 
 def _tests(ledger: Ledger, setup: Setup) -> None:
@@ -324,6 +361,30 @@ def costs(device: str, n: int) -> dict[str, float]:
     }
 
 
+def split(device: str, n_layers: int) -> dict[str, float]:
+    """Return the seconds that a layer takes longer if its neurons are split between device and CPU."""
+    import hotset
+    from hotset.formats.powerinfer import GPUIndex, write_gpu_index
+
+    shape = replace(SPLIT, layers=n_layers)
+    answer: dict[str, Any] = {"max_tokens": 2 * n_layers, "temperature": 0, "ignore_eos": True}
+    with tempfile.TemporaryDirectory() as folder:
+        path, index = Path(folder) / "model.gguf", Path(folder) / "half.gpuidx"
+        write_sparse_model(path, shape, GGMLType.Q4_0, plain=True, n_vocab=1000, n_ctx=256)
+        write_gpu_index(index, GPUIndex(1 << 30, [np.arange(shape.ff) % 2 == 0] * n_layers))
+        shared: dict[str, Any] = {"gpu_index": index, "vram_budget": 1.0}
+        times: dict[bool, list[float]] = {False: [], True: []}
+        with (
+            hotset.load(path, device=device, n_ctx=256) as whole,
+            hotset.load(path, device=device, n_ctx=256, **shared) as halves,
+        ):
+            for _ in range(6):
+                for is_split, model in ((False, whole), (True, halves)):
+                    done = model.generate([1, 2, 3], reuse_prefix=False, **answer)
+                    times[is_split].append(1 / done.timings.predicted_per_second)
+    return {"seconds": (median(times[True][1:]) - median(times[False][1:])) / n_layers}
+
+
 if __name__ == "__main__":
     task = json.loads(sys.argv[1])
-    print(json.dumps({"parity": parity, "costs": costs}[task.pop("what")](**task)))
+    print(json.dumps({"parity": parity, "costs": costs, "split": split}[task.pop("what")](**task)))

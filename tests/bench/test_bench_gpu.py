@@ -255,7 +255,7 @@ def test_the_first_calls_run_without_a_gpu(tmp_path: Path, steps: list[str]) -> 
     order = (*first.ORDER, *(first.TRITON if steps else ()))
     assert ended == dict.fromkeys((step.name for step in order), 0)
     units = {path.stem for path in out.glob("vulkan/*.json")}
-    assert units > {"parity-Q4_0", "costs", "speed-small", "peers-small-Vulkan", "tests"}
+    assert units > {"parity-Q4_0", "costs", "speed-small", "peers-small-Vulkan", "split", "tests"}
     costs = json.loads((out / "vulkan" / "costs.json").read_text())
     assert set(costs) == set(vulkan.COSTS)
     if steps:
