@@ -4,7 +4,8 @@ usage: python bench/memory.py MODEL.gguf[,DENSE.gguf] ... --scratch FOLDER [--sh
 
 Each run is in a memory group (a cgroup, version 1 or 2, that this user may create) with a limit that is a
 share of the model's size; before it, the file's pages are dropped. Each group has these runs: hotset under a
-budget of the group's limit, with the original file and a bundled one (made in the scratch folder if missing);
+budget of the group's limit, with the original file and a bundled one (made in the scratch folder if missing,
+and left out for a model without neurons or experts to skip);
 hotset with the file mapped; with --llama llama-bench, which maps the file, or the DENSE one if it cannot read
 it. --shape adds an MoE model with random weights, written to the scratch folder.
 
@@ -105,16 +106,21 @@ def drop(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model: its file, its bundled copy, and the file for llama.cpp (None: it has none)."""
+    """A model: its file, its bundled copy, and the file for llama.cpp; None: it has none."""
 
     path: Path
-    bundled: Path
+    bundled: Path | None
     dense: Path | None
     is_moe: bool
 
     @property
     def size(self) -> int:
         return self.path.stat().st_size
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Return the model's files, by form."""
+        return {"plain": self.path} if self.bundled is None else {"bundled": self.bundled, "plain": self.path}
 
 
 @dataclass(frozen=True)
@@ -210,7 +216,7 @@ class Bench:
 
     def budget(self, subject: Subject, how: str, share: float, limit: int, n: int, room: float = 1.0) -> Run:
         """Run under a budget of `limit` bytes, in a group of `room` times that."""
-        model = subject.bundled if how == "bundled" else subject.path
+        model = subject.files[how]
         self.disk(model)  # measured before the first run
         command = self.hotset(model, n, "--ram-budget", repr(limit / 2**30))
         return self.run(subject, f"hotset, {how}", share, limit, command, n, model, room=room)
@@ -291,7 +297,7 @@ def measure(bench: Bench, subjects: list[Subject]) -> None:
     args = bench.args
     for share, subject in itertools.product(args.shares, subjects):
         limit = int(subject.size * share)
-        for how in ("bundled", "plain"):
+        for how in subject.files:
             bench.budget(subject, how, share, limit, args.n)
         if share in args.mapped:
             command = bench.hotset(subject.path, SLOW_TOKENS)
@@ -312,7 +318,7 @@ def measure(bench: Bench, subjects: list[Subject]) -> None:
             bench.run(subject, "llama.cpp, mapped", share, limit, command, SLOW_TOKENS, subject.dense)
     for subject in [] if args.no_whole else subjects:
         limit = int(subject.size * 1.3) + (1 << 30)
-        for how in ("plain", "bundled"):
+        for how in subject.files:
             bench.budget(subject, how, limit / subject.size, limit, args.n)
         command = bench.hotset(subject.path, args.n)
         share = limit / subject.size
@@ -322,7 +328,7 @@ def measure(bench: Bench, subjects: list[Subject]) -> None:
 def steady(bench: Bench, subject: Subject) -> None:
     """Generate many tokens under half of the size, in a group with room for twice the budget."""
     limit = int(subject.size * 0.5)
-    bench.budget(subject, "bundled", 0.5, limit, bench.args.steady, room=2.0)
+    bench.budget(subject, next(iter(subject.files)), 0.5, limit, bench.args.steady, room=2.0)
 
 
 def verdicts(bench: Bench, subjects: list[Subject]) -> list[list[str]]:
@@ -368,7 +374,7 @@ def prepare(args: argparse.Namespace) -> list[Subject]:
             write_model(path, SHAPES[name], GGMLType.Q4_0, n_vocab=32000, n_ctx=8192, seed=0)
         given.append((path,))
     for path, *dense in given:
-        bundled = args.scratch / f"{path.name.removesuffix('.gguf')}.bundled.gguf"
+        bundled: Path | None = args.scratch / f"{path.name.removesuffix('.gguf')}.bundled.gguf"
         if not bundled.exists():
             command = [
                 sys.executable,
@@ -380,7 +386,12 @@ def prepare(args: argparse.Namespace) -> list[Subject]:
                 "--bundle",
             ]
             print(f"# writing {bundled}", flush=True)
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            done = subprocess.run(
+                command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
+            if done.returncode:
+                print(f"# {done.stderr.strip()}", flush=True)
+                bundled = None
         with open_gguf(path) as file:
             is_plain, architecture = file.dialect == "gguf", file.architecture
             is_moe = bool(file.metadata.get(f"{architecture}.expert_count"))
