@@ -1,12 +1,13 @@
-"""What does decoding cost far beyond the top-k of an indexer? DeepSeek V3.2's shapes in few layers.
+"""What does a step cost far beyond the top-k of an indexer? DeepSeek V3.2's shapes in few layers.
 
-usage: python bench/indexer.py FILE.gguf [--layers 2] [--type q4_0] [--depths 4096,32768] [--rounds 20]
-       [--threads N]
+usage: python bench/indexer.py FILE.gguf [--layers 2] [--type q4_0] [--depths 4096,32768] [--tokens 1]
+       [--rounds 20] [--threads N]
 
 Writes FILE if it does not exist: the attention, the indexer and the FFNs of DeepSeek V3.2 with random
 weights. The first layer is dense; the others have 16 of the 256 experts, of which a token reads eight and the
 shared one, as in the original. Keys and values before a token are random numbers, because a prompt of this
-length takes hours. Each round decodes one token at each depth, so that a busy machine slows all equally.
+length takes hours. Each round computes --tokens tokens of one sequence at each depth, as in decoding (1) or in
+a prompt, so that a busy machine slows all equally.
 Prints the measured read bandwidth first, then a Markdown table and one line of JSON.
 """
 
@@ -106,11 +107,11 @@ def fill_cache(backend: CpuBackend, seed: int = 0) -> None:
         backend.write_block(block, pool[first : first + n_bytes].tobytes())
 
 
-def token_at(depth: int, n_blocks: int) -> Batch:
-    """Return one token at position `depth`; position p is in block p // BLOCK_SIZE."""
-    zero = np.zeros(1, np.int32)
+def tokens_at(depth: int, n_tokens: int, n_blocks: int) -> Batch:
+    """Return n tokens from position `depth`; position p is in block p // BLOCK_SIZE."""
+    zeros = np.zeros(n_tokens, np.int32)
     blocks = np.arange(n_blocks, dtype=np.int32)[None]
-    return Batch(zero + 7, zero + depth, zero, blocks, zero)
+    return Batch(zeros + 7, depth + np.arange(n_tokens, dtype=np.int32), zeros, blocks, zeros[:1])
 
 
 def main() -> None:
@@ -121,23 +122,26 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--type", default="q4_0")
     parser.add_argument("--depths", default="4096,32768")
+    parser.add_argument("--tokens", type=int, default=1, help="of a step")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
     if not args.file.exists():
         write(args.file, args.layers, GGMLType[args.type.upper()])
     depths = [int(depth) for depth in args.depths.split(",")]
-    n_blocks = -(-(max(depths) + 1) // BLOCK_SIZE)
+    n_blocks = -(-(max(depths) + args.tokens) // BLOCK_SIZE)
     with open_gguf(args.file) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         cost = Cost(graph, gguf.tensors)
-        options = BackendOptions(n_blocks=n_blocks, max_batch=BLOCK_SIZE, n_threads=args.threads)
+        options = BackendOptions(
+            n_blocks=n_blocks, max_batch=max(args.tokens, BLOCK_SIZE), n_threads=args.threads
+        )
         backend = CpuBackend(gguf, graph, options)
         fill_cache(backend)
         read = bandwidth_reader(args.file, backend.n_threads)
         bandwidth = max(read() for _ in range(5))
         print(f"read bandwidth: {bandwidth / 1e9:.1f} GB/s on {backend.n_threads} threads")
-        batches = [token_at(depth, n_blocks) for depth in depths]
+        batches = [tokens_at(depth, args.tokens, n_blocks) for depth in depths]
         seconds: list[list[float]] = [[] for _ in depths]
         for round_ in range(args.rounds + 2):
             for batch, own in zip(batches, seconds, strict=True):
@@ -153,18 +157,18 @@ def main() -> None:
     for depth, own, ratio in zip(depths, seconds, ratios, strict=True):
         n_bytes, median = cost.bytes_per_token(depth, "f16"), statistics.median(own)
         of_index = sum(index_bytes(op, "f16") * (depth + 1) for op in indexers)
-        share = n_bytes / median / bandwidth
+        share = n_bytes / median / bandwidth if args.tokens == 1 else None
         rows.append([
             f"{depth:,}", f"{n_bytes / 1e6:,.0f}", f"{of_index / 1e6:.1f}",
             f"{sum(op.n_visible(depth) for op in attention) / len(attention):,.0f}",
-            f"{1e3 * median:.1f}", f"{ratio:.2f}×", f"{share:.0%}",
+            f"{1e3 * median:.1f}", f"{ratio:.2f}×", "" if share is None else f"{share:.0%}",
         ])  # fmt: skip
         found[depth] = {"bytes_per_token": n_bytes, "index_bytes": of_index, "seconds": median,
                         "ratio": ratio, "share_of_bandwidth": share}  # fmt: skip
     print_table(
         ("depth", "MB a token", "of index keys", "keys seen", "ms", f"÷ {depths[0]:,}", "bandwidth"), rows
     )
-    print_json("indexer", machine=machine(), bandwidth=bandwidth, depths=found)
+    print_json("indexer", machine=machine(), tokens=args.tokens, bandwidth=bandwidth, depths=found)
 
 
 if __name__ == "__main__":
