@@ -284,7 +284,7 @@ def test_the_commands_thresholds_apply_to_sides_with_that_mode(plain: Path, text
     assert modes(*stated, "--compare", "threshold") == ["exact", "threshold"]
     assert modes(*stated, "--compare", "dense") == ["threshold", "dense"]
     assert modes(*stated, "--sparsity", "threshold", "--compare", "threshold") == ["threshold", "threshold"]
-    done = inside(*arguments, "--sparsity", "exact", *stated, "--compare", "dense", returns=1)
+    done = inside(*arguments, "--sparsity", "exact", *stated, "--compare", "dense", returns=2)
     assert "--thresholds requires --sparsity threshold, not 'exact'" in done.stderr
 
 
@@ -362,6 +362,6 @@ def test_files_are_named_in_a_comparison_of_several(plain: Path, text: Path, tmp
     assert [side["model"] for side in result["sides"]] == [str(plain), str(other)]
     assert result["sides"][1]["divergence"]["kl"] > 0.1
     dense = write_dense(tmp_path / "dense.gguf")
-    done = inside(*arguments, "--compare", dense, returns=1)
+    done = inside(*arguments, "--compare", dense, returns=2)
     assert "different vocabularies" in done.stderr
     assert "Traceback" not in done.stderr

@@ -135,9 +135,13 @@ def test_bench_and_perplexity_accept_devices(model: Path, tmp_path: Path) -> Non
     ("options", "code", "message"),
     [
         ((*STAND_IN, "0.0001"), 1, "the smallest budget that works is 0.01 GiB"),
-        (("--device", "gpu"), 1, "the device 'gpu' is not known"),
-        ((*STAND_IN, 1, "-ngl", "few"), 2, "it must be auto or a whole number, not 'few'"),
-        (("--vram-budget", "-7", "--device", "simulated"), 2, "it must be a number of GiB above 0"),
+        (("--device", "gpu"), 2, "--device must be one of auto, cpu"),
+        ((*STAND_IN, 1, "-ngl", "few"), 2, "-ngl must be auto or a whole number, not 'few'"),
+        (
+            ("--vram-budget", "-7", "--device", "simulated"),
+            2,
+            "--vram-budget must be a number of GiB",
+        ),
         ((*STAND_IN, 1, "--gpu-index", "none.gpuidx"), 2, "does not exist"),
     ],
     ids=str,
@@ -146,8 +150,9 @@ def test_wrong_devices_and_budgets_give_one_message(
     model: Path, options: tuple[object, ...], code: int, message: str
 ) -> None:
     done = inside("plan", model, *SMALL, "-b", 16, *options, returns=code)
-    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ")
 
 
 def test_without_a_gpu_the_plan_is_about_memory(model: Path) -> None:
@@ -170,7 +175,7 @@ def test_layers_for_a_missing_gpu_give_a_warning(model: Path) -> None:
 
 
 def test_contradictory_options_are_refused(model: Path) -> None:
-    done = inside("run", model, "Hello", "--device", "cpu", "--vram-budget", 4, returns=1)
+    done = inside("run", model, "Hello", "--device", "cpu", "--vram-budget", 4, returns=2)
     assert "--device cpu cannot be combined with --vram-budget" in done.stderr
 
 
