@@ -82,6 +82,20 @@ def scratch_bytes(op: object, n: int) -> int:
     return 8 * n * op.n_head if isinstance(op, ops.SelectiveScan) else 0
 
 
+def derived_pieces(op: ops.Recurrent) -> dict[object, int]:
+    """Return the sizes of the vectors that an operation derives from others, by key."""
+    match op:
+        case ops.ShortConv(weight=None):
+            return {("shift", op.x.width): 4 * len(SHIFT) * op.x.width}
+        case ops.DeltaNet():
+            width = _width_of_keys(op)
+            decay = {("decay", op.step, op.rate): 8 * op.alpha.width}
+            return decay | {("lengths", op.dim_k, width): 4 * width}
+        case ops.SelectiveScan():
+            return {("decay", op.step, op.rate): 8 * op.dt.width}
+    return {}
+
+
 def short_conv(lowered: Values, op: ops.ShortConv) -> Record:
     """Return the record of a convolution, which also stores its last inputs for the next step."""
     width, weights, inputs = op.x.width, lowered.weights, lowered.inputs
