@@ -20,7 +20,8 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.model.operations import Op
-from hotset.sparsity.modes import Prepared, choose, prepare
+from hotset.sparsity.modes import choose
+from hotset.sparsity.preparing import Prepared, prepare
 
 T = GGMLType
 MODELS: dict[str, dict[str, Any]] = {
