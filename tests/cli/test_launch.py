@@ -465,7 +465,7 @@ def test_print_shows_the_settings_for_a_server_that_would_be_started(
 
 @needs_core
 def test_wrong_arguments_are_explained(tools: Tools, server: Serving) -> None:
-    assert "there is no 'emacs' to launch; there are claude," in launched("emacs", code=2)
+    assert "the tool must be one of claude, codex," in launched("emacs", code=2)
     said = launched("claude", "--url", server.url, "-m", "large", code=1)
     assert "has no model 'large' but tiny" in said
     assert "must begin with http" in launched("claude", "--url", "localhost:8080", code=2)

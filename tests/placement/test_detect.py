@@ -75,6 +75,7 @@ def test_missing_libraries_are_named() -> None:
     assert missing_libraries(lambda name: name) == []
 
 
+@pytest.mark.backend("triton")
 def test_a_gpu_without_its_libraries_is_never_left_out_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "detect_gpu", lambda: GPU("NVIDIA", "NVIDIA GeForce", 1))
     monkeypatch.setattr(detect, "missing_libraries", lambda: ["torch", "triton"])
@@ -102,6 +103,7 @@ def test_a_gpus_memory_grows_in_small_pages_unless_a_user_says_otherwise(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.backend("triton")
 def test_missing_requested_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "detect_gpu", lambda: None)
     assert wanted_devices(LoadSettings()) == ((), None)

@@ -238,9 +238,9 @@ def _merged(settings: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, 
 
 
 def tool_of(name: str) -> LaunchTool:
-    """Return the tool with this name. Raises HotsetError for an unknown name."""
+    """Return the tool with this name. Raises InvalidRequestError for an unknown name."""
     if name not in TOOLS:
-        raise InvalidRequestError(f"there is no {shown(name)} to launch; there are {', '.join(TOOLS)}")
+        raise InvalidRequestError(f"the tool must be one of {', '.join(TOOLS)}, not {shown(name)}")
     return TOOLS[name]
 
 
