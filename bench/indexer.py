@@ -6,8 +6,8 @@ usage: python bench/indexer.py FILE.gguf [--layers 2] [--type q4_0] [--depths 40
 Writes FILE if it does not exist: the attention, the indexer and the FFNs of DeepSeek V3.2 with random
 weights. The first layer is dense; the others have 16 of the 256 experts, of which a token reads eight and the
 shared one, as in the original. Keys and values before a token are random numbers, because a prompt of this
-length takes hours. Each round computes --tokens tokens of one sequence at each depth, as in decoding (1) or in
-a prompt, so that a busy machine slows all equally.
+length takes hours. Each round computes --tokens tokens of one sequence at each depth, as in decoding (1) or
+in a prompt, so that a busy machine slows all equally.
 Prints the measured read bandwidth first, then a Markdown table and one line of JSON.
 """
 

@@ -39,6 +39,7 @@ sys.path.append(str(CHILDREN))
 FOR_CHILDREN = os.pathsep.join(map(str, (CHILDREN, HERE / "support", HERE)))
 
 import seeded  # noqa: E402
+from cases import needs_backends  # noqa: E402
 from seeded import UnseededDrawError  # noqa: E402
 from waiting import until  # noqa: E402
 
@@ -137,6 +138,12 @@ def pytest_collection_finish() -> None:
     """Exclude all objects created before the first test (modules, thousands of items) from collections."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test of a device backend that is not in the registry: tests/repository/test_plugins.py."""
+    needs_backends(*(name for mark in item.iter_markers("backend") for name in mark.args))
 
 
 @pytest.fixture(scope="session")

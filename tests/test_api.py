@@ -446,6 +446,7 @@ def test_perplexity_checks_its_parameters(model: hotset.Model, options: dict[str
         model.perplexity(**{"text": "x" * 999, "n_ctx": 64, **options})
 
 
+@pytest.mark.backend("triton")
 @pytest.mark.parametrize("budget", ["8X", True, math.nan, math.inf, -2, [1]], ids=str)
 def test_invalid_memory_budget_gives_one_message(path: Path, budget: Any):
     with pytest.raises(hotset.InvalidRequestError, match="must be a number of GiB above 0"):
@@ -488,7 +489,9 @@ def test_load_chooses_a_context(path: Path):
         assert len(model.generate([1] * 290, seed=1, ignore_eos=True).tokens) == 10
 
 
-@pytest.mark.parametrize("device", ["reference", "cpu", "simulated"])
+@pytest.mark.parametrize(
+    "device", ["reference", "cpu", pytest.param("simulated", marks=pytest.mark.backend("triton"))]
+)
 def test_the_context_chooses_the_rotation(tmp_path: Path, device: str) -> None:
     """Load a file with one set of factors up to the original context, and another for longer contexts."""
     if device == "simulated":

@@ -228,10 +228,17 @@ def test_settings_that_name_none(given: Any) -> None:
         LoadSettings(lora=given)
 
 
-def test_devices_do_not_compute_adapters() -> None:
-    for device in ({"device": "cuda:0"}, {"device": "vulkan", "n_gpu_layers": 2}, {"n_gpu_layers": 3}):
-        with pytest.raises(InvalidRequestError, match="only the CPU computes"):
-            LoadSettings(lora="a", **device)
+@pytest.mark.parametrize(
+    "device",
+    [
+        {"n_gpu_layers": 3},
+        pytest.param({"device": "cuda:0"}, marks=pytest.mark.backend("triton")),
+        pytest.param({"device": "vulkan", "n_gpu_layers": 2}, marks=pytest.mark.backend("vulkan")),
+    ],
+)
+def test_devices_do_not_compute_adapters(device: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="only the CPU computes"):
+        LoadSettings(lora="a", **device)
 
 
 def test_adapters_with_a_ram_budget(folder: Path) -> None:

@@ -227,6 +227,7 @@ def test_settings_that_mean_nothing_are_errors(settings: dict[str, Any], message
         LoadSettings(**settings)
 
 
+@pytest.mark.backend("triton")
 def test_a_model_on_a_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))

@@ -353,7 +353,7 @@ def test_a_log_is_whole_or_not_there_and_replaces_nothing_that_is_read(path: Pat
     data, log = write_piqa(tmp_path / "piqa.jsonl", "ab"), tmp_path / "log.jsonl"
     before = data.read_bytes()
     done = inside("eval", path, data, "--log-samples", data, returns=None)
-    assert (done.returncode, data.read_bytes()) == (1, before)
+    assert (done.returncode, data.read_bytes()) == (2, before)
     assert "is one of the files that are read" in done.stderr
     data.write_bytes(lines({**PIQA, "goal": "x" * 9000})[0])
     done = inside("eval", path, data, "--log-samples", log, "--device", "reference", returns=1)
@@ -371,7 +371,7 @@ def test_log_is_not_a_file_of_the_task(path: Path, tmp_path: Path) -> None:
         'doc_to_choice: "{{[sol1, sol2]}}"\n'
     )
     done = inside("eval", path, task, "--log-samples", data, returns=None)
-    assert (done.returncode, data.read_bytes()) == (1, before)
+    assert (done.returncode, data.read_bytes()) == (2, before)
     assert "is one of the files that are read" in done.stderr
 
 
@@ -392,22 +392,23 @@ def test_a_task_file(path: Path, tmp_path: Path) -> None:
     bare = inside("eval", path, task, "--num-fewshot", 0, "--json", "--device", "reference", "--limit", 3)
     assert json.loads(bare.stdout)["questions"] == 3
     assert json.loads(bare.stdout)["shots"] == 0
-    done = inside("eval", path, task, "--examples", data, returns=1)
+    done = inside("eval", path, task, "--examples", data, returns=2)
     assert "is a task file, which says itself" in done.stderr
 
 
 def test_invalid_examples(path: Path, tmp_path: Path) -> None:
     data, arc = write_piqa(tmp_path / "piqa.jsonl", "abc"), tmp_path / "arc.jsonl"
     arc.write_bytes(lines(HF_ARC)[0])
-    for given, said in (
-        (["--shots", 1], "--shots needs --examples FILE"),
-        (["--shots", 1, "--examples", arc], "has questions of arc"),
+    for given, code, said in (
+        (["--shots", 1], 2, "--shots requires --examples"),
+        (["--shots", 1, "--examples", arc], 2, "has questions of arc"),
         (
             ["--shots", 3, "--examples", data],
+            1,
             "has 3 examples for a question, and 3 shots need that many and one",
         ),
     ):
-        assert said in inside("eval", path, data, *given, returns=1).stderr.replace("\n", " ")
+        assert said in inside("eval", path, data, *given, returns=code).stderr.replace("\n", " ")
     labels = tmp_path / "labels.lst"
     labels.write_text("1\n1\n1\n")
     given = ["--shots", 1, "--examples", data, "--example-labels", labels, "--log-samples", tmp_path / "log"]

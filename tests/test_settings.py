@@ -27,6 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
+@pytest.mark.backend("triton")
 def test_values_become_plain() -> None:
     settings = LoadSettings(
         n_ctx=np.int64(64), device=["cuda:0", "cuda:1"], vram_budget=np.float32(2), profile="p"
@@ -68,14 +69,14 @@ def test_values_become_plain() -> None:
         ({"profile": 3}, "profile must be a path, not 3"),
         ({"gpu_index": 3.5}, "gpu_index must be a path, not 3.5"),
         ({"device": 0}, "device must be a text, not 0"),
-        ({"device": ["cuda:0", 1]}, "device must be a text, not 1"),
+        ({"device": ["cpu", 1]}, "device must be a text, not 1"),
         ({"vram_budget": 0}, "vram_budget must be a number of GiB above 0, or a size .*, or -1"),
         ({"gpu_index": "i", "split": "layers"}, "cannot be combined with n_gpu_layers"),
         ({"device": "cpu", "vram_budget": 1}, "device='cpu' cannot be combined"),
-        ({"device": "cpu,cuda:0"}, "the device cpu cannot be combined with others"),
-        ({"device": "auto,vulkan"}, "the device auto cannot be combined with others"),
+        ({"device": "cpu,reference"}, "the device cpu cannot be combined with others"),
+        ({"device": "auto,reference"}, "the device auto cannot be combined with others"),
         *(
-            ({"device": name}, re.escape(f"the device '{name}' is not known; it is one of auto, cpu, cuda"))
+            ({"device": name}, rf"device must be one of auto, cpu, .*, not {re.escape(repr(name))}")
             for name in ("gpu", "cuda:", "cuda:x", "cuda[:N]", "cpu:0", "simulated:1", "")
         ),
     ],
@@ -110,6 +111,7 @@ def test_keywords_override_settings(path: Path) -> None:
     assert hotset.plan(path, settings) is None
 
 
+@pytest.mark.backend("triton")
 def test_the_options_of_the_command_line_are_load_settings() -> None:
     given = options.ModelOptions(n_threads=2, kv_type="q8_0", sparsity="exact", device="cuda:0, cuda:1")
     assert given.settings(n_ctx=8) == LoadSettings(

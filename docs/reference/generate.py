@@ -748,6 +748,7 @@ def backend_matrix() -> str:
             row(title, "yes", lambda one, name=name: "yes" if getattr(one, name) else "no")
             for name, title in FEATURES.items()
         ),
+        row("`hotset bench --timings`", "no", lambda one: "yes" if one.timings else "no"),
         row("other operations", "yes", computed(everything - {Heads, TransposedHeads, *Recurrent.__args__})),
         row("determinism", "the same bits for any threads, batch, chunk and instruction set",
             lambda one: one.determinism),

@@ -76,6 +76,7 @@ def test_every_operation_is_right(recipe: Any) -> None:
         assert_every_operation_is_right(gguf, graph, backend, texts()[1], [], [0, 1])
 
 
+@pytest.mark.backend("triton")
 @pytest.mark.parametrize("name", ["bert", "gemma-embedding"])
 def test_a_device_refuses_by_name(name: str, run_folder: Path) -> None:
     path = tiny_models.shared_gguf(name, run_folder)

@@ -21,22 +21,11 @@ from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.planes import codes_of, scales_of
 from hotset.formats.quants import GGMLType, dequantize, quantize
 from hotset.load_parameters import KVType
+from hotset.model import operations as ops
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
-from hotset.model.operations import (
-    Attention,
-    Embed,
-    LayerNorm,
-    Linear,
-    Mask,
-    Rope,
-    Rotate,
-    Route,
-    SelectOutputs,
-    TransposedLinear,
-    Value,
-)
+from hotset.model.operations import Value
 
 N_VOCAB, D, N_FF = 96, 64, 96  # of the tiny model
 F32 = np.float32
@@ -112,7 +101,7 @@ def test_a_rounded_cache_is_close_and_not_equal(
 def test_a_quantised_cache_needs_whole_blocks(kv_type: KVType, keys: int, values: int, have: str) -> None:
     graph = Graph()
     q, v, out = Value(0, keys, "q"), Value(1, values, "v"), Value(2, values, "out")
-    graph.add(Attention(out, q, q, v, 1, 1, keys, values, 1.0, layer=0))
+    graph.add(ops.Attention(out, q, q, v, 1, 1, keys, values, 1.0, layer=0))
     with pytest.raises(UnsupportedModelError, match=f"multiple of 32 channels, but the {have};"):
         ReferenceBackend(SimpleNamespace(tensors={}), graph, n_blocks=1, kv_type=kv_type)  # type: ignore[arg-type]
 
@@ -125,10 +114,10 @@ def test_route_follows_its_description() -> None:
         "softmax_chosen": [[1, 3], [0, 1], [0, 2]],
     }
     for scoring, ids in chosen.items():
-        route = Route(Value(0, 4, "r"), Value(1, 4, "x"), 2, scoring)  # type: ignore[arg-type]
+        route = ops.Route(Value(0, 4, "r"), Value(1, 4, "x"), 2, scoring)  # type: ignore[arg-type]
         assert routed(x, None, route)[:, :2].tolist() == ids
     e = np.exp(np.array([1, 3, 2, 3]))
-    route = Route(Value(0, 4, "r"), Value(1, 4, "x"), 2, "softmax")
+    route = ops.Route(Value(0, 4, "r"), Value(1, 4, "x"), 2, "softmax")
     np.testing.assert_allclose(routed(x, None, route)[0, 2:], e[[1, 3]] / e.sum(), rtol=1e-6)
     normalised = replace(route, normalised=True, scale=3.0)
     np.testing.assert_allclose(routed(x, None, normalised)[0, 2:], [1.5, 1.5], rtol=1e-6)
@@ -146,7 +135,7 @@ def test_route_follows_its_description() -> None:
 
 def test_groups_of_experts_are_chosen_by_their_two_best() -> None:
     x = np.array([[9, -9, 3, 3, 8, -8]], F32)
-    route = Route(
+    route = ops.Route(
         Value(0, 4, "r"), Value(1, 6, "x"), 2, "softmax_chosen", n_groups=3, n_groups_used=1
     )  # sums of two: 0, 6, 0
     assert routed(x, None, route)[0, :2].tolist() == [2, 3]
@@ -172,7 +161,7 @@ def test_closing_frees_memory_and_may_happen_twice(llama: GGUFFile) -> None:
     cache = sum(
         4 * reference.n_blocks * BLOCK_SIZE * op.n_head_kv * (op.head_dim + op.head_dim_v)
         for op in reference.graph.ops
-        if isinstance(op, Attention)
+        if isinstance(op, ops.Attention)
     )
     assert held - left > 0.9 * (matrices + cache)
 
@@ -182,10 +171,10 @@ def test_rotation_keeps_lengths_and_depends_on_distance() -> None:
     rng = np.random.default_rng(2)
     q, k = rng.standard_normal((2, 1, 24)).astype(F32)
     for kind in ("norm", "neox"):
-        rope = Rope(kind, 16, tuple(10000 ** (-np.arange(8) / 8)))
-        op = Rotate(Value(1, 24, "r"), Value(0, 24, "x"), 1, 24, rope)
+        rope = ops.Rope(kind, 16, tuple(10000 ** (-np.arange(8) / 8)))
+        op = ops.Rotate(Value(1, 24, "r"), Value(0, 24, "x"), 1, 24, rope)
 
-        def turned(x: np.ndarray, position: int, op: Rotate = op) -> np.ndarray:
+        def turned(x: np.ndarray, position: int, op: ops.Rotate = op) -> np.ndarray:
             return rotate(x, np.array([position]), op)[0]
 
         assert np.linalg.norm(turned(q, 1000)) == pytest.approx(np.linalg.norm(q), rel=1e-5)
@@ -199,9 +188,9 @@ def test_norm_and_neox_rotate_the_same_pairs_in_another_order() -> None:
     freq = tuple(100.0 ** (-np.arange(8) / 8))
     positions = np.array([0, 3, 17, 400])
     value = Value(0, 32, "x")
-    norm = rotate(x, positions, Rotate(value, value, 2, 16, Rope("norm", 16, freq, 1.5)))
+    norm = rotate(x, positions, ops.Rotate(value, value, 2, 16, ops.Rope("norm", 16, freq, 1.5)))
     halves = x.reshape(4, 2, 8, 2).swapaxes(2, 3).reshape(4, 32)
-    neox = rotate(halves, positions, Rotate(value, value, 2, 16, Rope("neox", 16, freq, 1.5)))
+    neox = rotate(halves, positions, ops.Rotate(value, value, 2, 16, ops.Rope("neox", 16, freq, 1.5)))
     assert np.array_equal(neox.reshape(4, 2, 2, 8).swapaxes(2, 3).reshape(4, 32), norm)
     np.testing.assert_allclose(norm[0], 1.5 * x[0], rtol=1e-6)
 
@@ -237,9 +226,9 @@ def test_layer_norm(tmp_path: Path) -> None:
         writer.add_tensor(name, data, GGMLType.F32)
     writer.write()
     graph = Graph()
-    embedded = graph.add(Embed(graph.value("x", 32), "x"))
-    normed = graph.add(LayerNorm(graph.value("normed", 32), embedded, "w", "b", 1e-2))
-    graph.add(SelectOutputs(graph.value("out", 32), normed))
+    embedded = graph.add(ops.Embed(graph.value("x", 32), "x"))
+    normed = graph.add(ops.LayerNorm(graph.value("normed", 32), embedded, "w", "b", 1e-2))
+    graph.add(ops.SelectOutputs(graph.value("out", 32), normed))
     with open_gguf(tmp_path / "norm.gguf") as gguf:
         found = ReferenceBackend(gguf, graph, n_blocks=4).step(
             batch(8, tokens=range(8), outputs=[0, 7]),
@@ -256,9 +245,9 @@ def step_of(path: Path, tensors: dict[str, Any], build: Any, n: int = 6, width: 
         writer.add_tensor(name, data, type_, shape)
     writer.write()
     graph = Graph()
-    x = graph.add(Embed(graph.value("embedded", width), "x"))
+    x = graph.add(ops.Embed(graph.value("embedded", width), "x"))
     out = build(graph, x)
-    graph.add(SelectOutputs(graph.value("logits", out.width), out))
+    graph.add(ops.SelectOutputs(graph.value("logits", out.width), out))
     with open_gguf(path / "ops.gguf") as gguf:
         return ReferenceBackend(gguf, graph, n_blocks=4).step(batch(n, tokens=range(n))).logits
 
@@ -271,10 +260,10 @@ def test_products_of_rows_and_columns(tmp_path: Path) -> None:
     tensors["columns"] = (columns, GGMLType.F32, None)
 
     def linear(graph: Graph, x: Value) -> Value:
-        return graph.add(Linear(graph.value("out", 30), x, "rows", "rows.bias", first_row=50))
+        return graph.add(ops.Linear(graph.value("out", 30), x, "rows", "rows.bias", first_row=50))
 
     def transposed(graph: Graph, x: Value) -> Value:
-        return graph.add(TransposedLinear(graph.value("out", 96), x, "columns", "columns.bias"))
+        return graph.add(ops.TransposedLinear(graph.value("out", 96), x, "columns", "columns.bias"))
 
     found = step_of(tmp_path, tensors, linear)
     np.testing.assert_allclose(found, (x[:6] @ rows.T + biases["rows.bias"])[:, 50:80], rtol=1e-4, atol=1e-5)
@@ -297,7 +286,7 @@ def test_a_matrix_in_planes_is_the_matrix(tmp_path: Path, type_: GGMLType) -> No
     }
 
     def build(graph: Graph, x: Value) -> Value:
-        return graph.add(TransposedLinear(graph.value("out", d), x, "codes", scales="scales"))
+        return graph.add(ops.TransposedLinear(graph.value("out", d), x, "codes", scales="scales"))
 
     expected = x[:6] @ dequantize(blocks, type_, (n_ff, d)).reshape(d, n_ff).T
     np.testing.assert_allclose(step_of(tmp_path, tensors, build, width=n_ff), expected, rtol=1e-5, atol=1e-5)
@@ -309,8 +298,8 @@ def test_mask_keeps_values_at_or_above_the_threshold(tmp_path: Path) -> None:
     tensors = {"x": (x, GGMLType.F32, None), "scores": (scores, GGMLType.F32, None)}
 
     def build(graph: Graph, x: Value) -> Value:
-        scores = graph.add(Embed(graph.value("s", 3), "scores"))
-        return graph.add(Mask(graph.value("out", 4), x, scores, threshold=0.5, first=1))
+        scores = graph.add(ops.Embed(graph.value("s", 3), "scores"))
+        return graph.add(ops.Mask(graph.value("out", 4), x, scores, threshold=0.5, first=1))
 
     found = step_of(tmp_path, tensors, build, n=2, width=4)
     assert found.tolist() == [[1, 2, 3, 0], [5, 0, 7, 8]]

@@ -68,10 +68,10 @@ def test_an_answer_has_the_requested_form(model: Path, tmp_path: Path) -> None:
     rules.write_text('root ::= "th" [a-c]{2} "."\n')
     for option, value in (("--grammar-file", rules), ("--grammar", rules.read_text())):
         assert re.fullmatch(r"th[a-c]{2}\.", answer(model, "Hello", option, value, "--seed", 1)["text"])
-    done = inside("run", model, "Hello", "--grammar", "root ::= other", "--device", "reference", returns=None)
-    assert (done.returncode, done.stdout) == (1, "")
+    done = inside("run", model, "Hello", "--grammar", "root ::= other", "--device", "reference", returns=2)
+    assert done.stdout == ""
     assert "the grammar cannot be used: rule 'root' refers to 'other', which is not defined" in done.stderr
-    inside("run", model, "Hello", "-j", "{}", "--grammar", "x", returns=1)
+    inside("run", model, "Hello", "-j", "{}", "--grammar", "x", returns=2)
     inside("run", model, "Hello", "--grammar", "x", "--grammar-file", rules, returns=2)
     inside("run", model, "Hello", "--json-schema", tmp_path / "none", returns=2)
 
@@ -247,17 +247,17 @@ def test_a_message_names_options_instead_of_python_settings(capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [(("-ctk", "q4"), "--cache-type:"), (("-ctk", "q8_0", "-ctv", "q4"), "--cache-type-v:")],
+    [(("-ctk", "q4"), "--cache-type"), (("-ctk", "q8_0", "-ctv", "q4"), "--cache-type-v")],
 )
 def test_the_option_with_a_wrong_type_is_named(model: Path, options: tuple[str, ...], named: str) -> None:
     done = inside("run", model, "Hello", *options, returns=2)
-    assert f"{named} it must be one of f16, q8_0, q4_0" in " ".join(done.stderr.split())
+    assert f"{named} must be one of f16, q8_0, q4_0" in " ".join(done.stderr.split())
 
 
 def test_activation_overrides_the_file(model: Path) -> None:
     greedy = answer(model, "Hello", "-n", 12, "--temp", 0)["tokens"]
     assert answer(model, "Hello", "-n", 12, "--temp", 0, "--activation", "relu")["tokens"] != greedy
-    done = inside("run", model, "Hello", "--activation", "nonsense", "--device", "reference", returns=1)
+    done = inside("run", model, "Hello", "--activation", "nonsense", "--device", "reference", returns=2)
     assert "nonsense" in done.stderr
 
 
@@ -293,18 +293,18 @@ def test_a_closed_pipe_is_not_an_error(model: Path) -> None:
         (["run", "smolm2-135", "hi"], 1, "did you mean smollm2-135m"),
         (["run", "missing.gguf", "hi"], 1, "There is no file missing.gguf"),
         (["run", "turbosparse-mistral-7b", "hi"], 1, "hotset convert FOLDER OUT.gguf"),
-        (["run", "MODEL", "hi", "--temp", "-1"], 1, "error: --temp must be at least 0"),
-        (["run", "MODEL", "hi", "--device", "abacus"], 1, "abacus"),
-        (["run", "MODEL", "hi", "--cache-type", "q4"], 2, "it must be one of f16, q8_0, q4_0"),
-        (["run", "MODEL", "hi", "--temp", "warm"], 2, "it must be a finite number, not 'warm'."),
-        (["run", "MODEL", "hi", "--seed", "1.5"], 2, "it must be a whole number, not '1.5'."),
-        (["run", "MODEL", "hi", "-t", "0"], 2, "it must be at least 1, not 0."),
-        (["serve", "MODEL", "--port", "70000"], 2, "it must be between 0 and 65535, not 70000."),
+        (["run", "MODEL", "hi", "--temp", "-1"], 2, "error: --temp must be at least 0"),
+        (["run", "MODEL", "hi", "--device", "abacus"], 2, "--device must be one of auto, cpu"),
+        (["run", "MODEL", "hi", "--cache-type", "q4"], 2, "--cache-type must be one of f16, q8_0, q4_0"),
+        (["run", "MODEL", "hi", "--temp", "warm"], 2, "--temp must be a finite number, not 'warm'."),
+        (["run", "MODEL", "hi", "--seed", "1.5"], 2, "--seed must be a whole number, not '1.5'."),
+        (["run", "MODEL", "hi", "-t", "0"], 2, "--threads must be at least 1, not 0."),
+        (["serve", "MODEL", "--port", "70000"], 2, "--port must be between 0 and 65535, not 70000."),
         (["run", "MODEL", "hi", "there"], 2, "put a text of several words in quotes"),
         (["profile", "MODEL"], 1, "to show: make one with"),
         (["pull", "https://huggingface.co/owner/repo"], 1, "write hf:owner/repo."),
         (["pull", "hf:owner"], 1, "'hf:owner' is not a repository"),
-        (["run", "MODEL", "hi", "-n", "0"], 2, "at least one token"),
+        (["run", "MODEL", "hi", "-n", "0"], 2, "-n must be at least 1, or -1 for no limit, not 0"),
         (["run", "MODEL", "hi", "-p", "ho"], 2, "given twice"),
         (["run", "MODEL", "hi", "--logit-bias", "x"], 2, "ID+BIAS"),
         (["run", "MODEL"], 2, "there is no prompt"),
@@ -320,7 +320,7 @@ def test_a_closed_pipe_is_not_an_error(model: Path) -> None:
         (["bench", "-m", "MODEL", "-p", "many"], 2, "128,512"),
         (["bench", "-m", "MODEL", "-o", "xml"], 2, "jsonl"),
         (["bench", "-m", "MODEL", "-p", "0", "-n", "0"], 2, "nothing to measure"),
-        (["perplexity", "MODEL", "-f", "SHORT"], 1, "at least 1024 tokens"),
+        (["perplexity", "MODEL", "-f", "SHORT"], 2, "at least 1024 tokens"),
         (["perplexity", "MODEL", "-f", "BINARY"], 2, "not UTF-8"),
         (["convert", "EMPTY", "out.gguf", "--type", "q9"], 2, "q9"),
     ],
@@ -337,10 +337,9 @@ def test_a_mistake_is_reported_without_a_traceback(
     done = inside(*[places.get(argument, argument) for argument in arguments], returns=code)
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
-    assert fragment in " ".join(done.stderr.replace("│", " ").split())
-    if code == 1:
-        assert len(done.stderr.strip().splitlines()) == 1
-        assert done.stderr.startswith("error: ")
+    assert fragment in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stderr.startswith("error: ")
 
 
 def test_a_damaged_file_gives_one_message(tmp_path: Path, model: Path) -> None:
@@ -711,10 +710,11 @@ def test_bench_json_has_llama_benchs_fields(model: Path) -> None:
 
 
 @needs_core
+@pytest.mark.backend("vulkan")
 def test_bench_times_operations_on_a_device(model: Path) -> None:
     arguments = "bench", model, "-p", 8, "-n", 3, "-r", 1, "-t", 1, "--timings"
     refused = inside(*arguments, returns=2).stderr
-    assert "it requires --device vulkan" in refused
+    assert "--timings requires --device vulkan[:N]" in refused
     done = inside(*arguments, "--device", "vulkan", returns=None)
     assert done.returncode == 0, done.stderr
     assert re.search(r"\ntg3: a step of 1 token on .+, the mean of \d+: [\d.]+ ms on the device", done.stdout)
@@ -731,7 +731,7 @@ def test_bench_prints_a_table_and_csv_and_lines(model: Path) -> None:
     mixed = inside(*arguments, "-ctk", "f16,q8_0/q4_0", "-o", "jsonl").stdout.splitlines()
     types = [(line["type_k"], line["type_v"]) for line in map(json.loads, mixed)]
     assert types == [("f16", "f16")] * 2 + [("q8_0", "q4_0")] * 2
-    assert "it must be one of f16, q8_0, q4_0" in inside(*arguments, "-ctk", "q4_1", returns=2).stderr
+    assert "must be one of f16, q8_0, q4_0" in inside(*arguments, "-ctk", "q4_1", returns=2).stderr
     table = inside(*arguments).stdout
     assert re.match(r"read bandwidth of the mapped file: [\d.]+ GB/s with 1 thread\n", table)
     assert re.search(r"\| llama \S+ K Q8_0 +\|.*\| +pp8 \| +[\d.]+ ± [\d.]+ \|", table)
@@ -764,7 +764,7 @@ def test_bench_reports_the_time_of_steps_of_several_tokens(model: Path) -> None:
     assert "÷ 1" in table
     assert re.search(r"^ *4 +[\d.]+ +[\d.]+ +[\d.]+", table, re.MULTILINE)
     drafting = inside(*arguments, "--speculate", "ngram", returns=None)
-    assert (drafting.returncode, "measures single" in drafting.stderr) == (2, True)
+    assert (drafting.returncode, "cannot be combined with --step-tokens" in drafting.stderr) == (2, True)
 
 
 @needs_core
@@ -863,7 +863,7 @@ def test_unusable_kernels_give_one_message(home: Path, model: Path) -> None:
         == "HOTSET_ISA=sse cannot be used: it must be scalar, avx2, avxvnni, avx512, amx, neon or i8mm"
     )
     assert "scalar" in report["available"]
-    assert hotset("run", model, "Hello", "-n", 1, env=env, returns=1).stderr == f"error: {report['why']}.\n"
+    assert hotset("run", model, "Hello", "-n", 1, env=env, returns=2).stderr == f"error: {report['why']}.\n"
 
 
 def test_convert_writes_a_file_that_runs(tmp_path: Path) -> None:
@@ -920,7 +920,7 @@ def test_values_without_typer_equal_typers_values() -> None:
                 for value in values:
                     ours, theirs = (outcome(one, context, value) for one in (taking, taking._ask))
                     if taking._read is not None and ours[0] is typer.BadParameter:
-                        assert re.search("it must be (a (whole|finite) number|at least|between)", ours[1])
+                        assert re.search("must be (a (whole|finite) number|at least|between)", ours[1])
                         ours, theirs = ours[:1], theirs[:1]
                     assert ours == theirs, (subcommand, option)
     assert n_plain > 100

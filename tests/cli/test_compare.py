@@ -233,7 +233,10 @@ BASE = hotset.LoadSettings(activation="relu", n_threads=2)
         ("other.gguf", "other.gguf", {"activation": None}, ()),
         ("hf:owner/name:f.gguf,exact", "hf:owner/name:f.gguf", {"sparsity": "exact", "activation": None}, ()),
         ("other.gguf,activation=relu", "other.gguf", {}, ("activation=relu",)),
-        ("device=cuda:1,dense", "M", {"device": "cuda:1", "sparsity": "dense"}, ("device=cuda:1",)),
+        pytest.param(
+            "device=cuda:1,dense", "M", {"device": "cuda:1", "sparsity": "dense"}, ("device=cuda:1",),
+            marks=pytest.mark.backend("triton"),
+        ),
         ("thresholds=f", "M", {"thresholds": "f"}, ("thresholds=f",)),
         ("other.gguf,threshold", "other.gguf", {"sparsity": "threshold", "activation": None}, ()),
     ],
@@ -284,10 +287,11 @@ def test_the_commands_thresholds_apply_to_sides_with_that_mode(plain: Path, text
     assert modes(*stated, "--compare", "threshold") == ["exact", "threshold"]
     assert modes(*stated, "--compare", "dense") == ["threshold", "dense"]
     assert modes(*stated, "--sparsity", "threshold", "--compare", "threshold") == ["threshold", "threshold"]
-    done = inside(*arguments, "--sparsity", "exact", *stated, "--compare", "dense", returns=1)
+    done = inside(*arguments, "--sparsity", "exact", *stated, "--compare", "dense", returns=2)
     assert "--thresholds requires --sparsity threshold, not 'exact'" in done.stderr
 
 
+@pytest.mark.backend("triton")
 def test_a_side_on_the_cpu_ignores_the_commands_gpu_options():
     on_gpu = replace(BASE, device=["cuda:0"], n_gpu_layers=4)
     sides = sides_of("M", on_gpu, ["device=cpu", "exact", "other"])
@@ -362,6 +366,6 @@ def test_files_are_named_in_a_comparison_of_several(plain: Path, text: Path, tmp
     assert [side["model"] for side in result["sides"]] == [str(plain), str(other)]
     assert result["sides"][1]["divergence"]["kl"] > 0.1
     dense = write_dense(tmp_path / "dense.gguf")
-    done = inside(*arguments, "--compare", dense, returns=1)
+    done = inside(*arguments, "--compare", dense, returns=2)
     assert "different vocabularies" in done.stderr
     assert "Traceback" not in done.stderr

@@ -429,7 +429,7 @@ def test_odd_field_of_a_model_is_ignored(
     "url", ["http://", "http://[", "http://:80", "http://a:99999", "http://a:x", "http://a\n", "ftp://a", "a"]
 )
 def test_url_without_a_host_is_refused(tools: Tools, url: str) -> None:
-    assert "it begins with http" in launched("claude", "--url", url, code=2)
+    assert "--url must begin with http" in launched("claude", "--url", url, code=2)
 
 
 @pytest.mark.parametrize("key", ["a\nb", "é", "\x01"])
@@ -465,10 +465,10 @@ def test_print_shows_the_settings_for_a_server_that_would_be_started(
 
 @needs_core
 def test_wrong_arguments_are_explained(tools: Tools, server: Serving) -> None:
-    assert "There is no 'emacs' to launch; there are claude," in launched("emacs", code=1)
+    assert "the tool must be one of claude, codex," in launched("emacs", code=2)
     said = launched("claude", "--url", server.url, "-m", "large", code=1)
     assert "has no model 'large' but tiny" in said
-    assert "begins with http" in launched("claude", "--url", "localhost:8080", code=2)
+    assert "must begin with http" in launched("claude", "--url", "localhost:8080", code=2)
 
 
 def test_a_tool_that_is_not_installed(tools: Tools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

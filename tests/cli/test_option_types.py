@@ -97,13 +97,13 @@ def test_a_duration_has_one_meaning(text: str, duration: float) -> None:
     [
         (
             ("run", "m", "hi", "--ram-budget", "0"),
-            "--ram-budget: it must be a number of GiB above 0, or",
+            "--ram-budget must be a number of GiB above 0, or",
         ),
-        (("run", "m", "hi", "--cache-disk", "x"), "--cache-disk: it must be a number of GiB above 0"),
+        (("run", "m", "hi", "--cache-disk", "x"), "--cache-disk must be a number of GiB above 0"),
         (("run", "m", "hi", "--vram-budget", "-2"), "or -1 for all free memory, not '-2'"),
-        (("serve", "m", "--timeout", "-1"), "--timeout: it must be a number of seconds, or a duration"),
-        (("serve", "m", "--log-form", "xml"), "--log-form: it must be one of json, text, short, not 'xml'"),
-        (("sparse", "trace", "--rows", "x", "--rows", "1G"), "--rows: it must be a number of GiB"),
+        (("serve", "m", "--timeout", "-1"), "--timeout must be a number of seconds, or a duration"),
+        (("serve", "m", "--log-form", "xml"), "--log-form must be one of json, text, short, not 'xml'"),
+        (("sparse", "trace", "--rows", "x", "--rows", "1G"), "--rows must be a number of GiB"),
         (("sparse", "calibrate", "m", "-f", __file__, "--only", "up"), "not 'up'"),
         (("quantize", "m", "o", "--type", "q9"), "--type: the type 'q9' is not known"),
     ],

@@ -59,6 +59,7 @@ def split_budget(model: Path) -> float:
     return (device["total"] - 0.45 * device["neurons"]) / 2**30
 
 
+@pytest.mark.backend("triton")
 def test_a_plan_as_a_table(model: Path) -> None:
     done = inside("plan", model, *SMALL, "-b", 16, *STAND_IN, split_budget(model), "--layers")
     assert re.search(rf"^ *CPU +cold neurons of {N_LAYER} ", done.stdout, re.M)
@@ -72,6 +73,7 @@ def test_a_plan_as_a_table(model: Path) -> None:
     assert "as published" in done.stderr
 
 
+@pytest.mark.backend("triton")
 def test_a_plan_as_json(model: Path) -> None:
     gib = split_budget(model)
     facts = planned(model, *STAND_IN, gib)
@@ -88,6 +90,7 @@ def test_a_plan_as_json(model: Path) -> None:
     assert more["hot_share"] < facts["hot_share"]
 
 
+@pytest.mark.backend("triton")
 def test_plan_writes_an_index_that_run_accepts(model: Path, tmp_path: Path) -> None:
     path, gib = tmp_path / "out.gpuidx", split_budget(model)
     facts = planned(model, *STAND_IN, gib, "-o", path)
@@ -107,6 +110,7 @@ def test_plan_writes_an_index_that_run_accepts(model: Path, tmp_path: Path) -> N
     assert "placement" not in json.loads(alone.stdout)
 
 
+@pytest.mark.backend("triton")
 def test_run_prints_the_plan_and_measured_times(model: Path) -> None:
     done = inside("run", model, "Hello", "-n", 3, "--temp", 0, *SMALL, *STAND_IN, 1, "-ngl", 2)
     assert re.search(rf"^ *CPU +0 to {N_LAYER - 3} whole ", done.stderr, re.M)
@@ -114,6 +118,7 @@ def test_run_prints_the_plan_and_measured_times(model: Path) -> None:
     assert done.stdout.strip()
 
 
+@pytest.mark.backend("triton")
 def test_bench_and_perplexity_accept_devices(model: Path, tmp_path: Path) -> None:
     done = inside("bench", model, "-p", 0, "-n", 2, "-r", 1, "-t", 1, *STAND_IN, 1, "-ngl", 2, "--json")
     [entry] = json.loads(done.stdout)
@@ -135,19 +140,25 @@ def test_bench_and_perplexity_accept_devices(model: Path, tmp_path: Path) -> Non
     ("options", "code", "message"),
     [
         ((*STAND_IN, "0.0001"), 1, "the smallest budget that works is 0.01 GiB"),
-        (("--device", "gpu"), 1, "the device 'gpu' is not known"),
-        ((*STAND_IN, 1, "-ngl", "few"), 2, "it must be auto or a whole number, not 'few'"),
-        (("--vram-budget", "-7", "--device", "simulated"), 2, "it must be a number of GiB above 0"),
+        (("--device", "gpu"), 2, "--device must be one of auto, cpu"),
+        ((*STAND_IN, 1, "-ngl", "few"), 2, "-ngl must be auto or a whole number, not 'few'"),
+        (
+            ("--vram-budget", "-7", "--device", "simulated"),
+            2,
+            "--vram-budget must be a number of GiB",
+        ),
         ((*STAND_IN, 1, "--gpu-index", "none.gpuidx"), 2, "does not exist"),
     ],
     ids=str,
 )
+@pytest.mark.backend("triton")
 def test_wrong_devices_and_budgets_give_one_message(
     model: Path, options: tuple[object, ...], code: int, message: str
 ) -> None:
     done = inside("plan", model, *SMALL, "-b", 16, *options, returns=code)
-    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ")
 
 
 def test_without_a_gpu_the_plan_is_about_memory(model: Path) -> None:
@@ -170,7 +181,7 @@ def test_layers_for_a_missing_gpu_give_a_warning(model: Path) -> None:
 
 
 def test_contradictory_options_are_refused(model: Path) -> None:
-    done = inside("run", model, "Hello", "--device", "cpu", "--vram-budget", 4, returns=1)
+    done = inside("run", model, "Hello", "--device", "cpu", "--vram-budget", 4, returns=2)
     assert "--device cpu cannot be combined with --vram-budget" in done.stderr
 
 

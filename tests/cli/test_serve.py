@@ -119,7 +119,7 @@ def test_mcp_servers_are_named_by_a_file(
     [
         (("{folder}", "-a", "mine"), "write mine=MODEL"),
         (("{folder}/one.gguf", "{folder}/two.gguf", "--replicas", "2"), "one machine"),
-        (("{folder}", "--keep-alive", "soon"), "--keep-alive: it must be a number of seconds, or a duration"),
+        (("{folder}", "--keep-alive", "soon"), "--keep-alive must be a number of seconds, or a duration"),
         (("{folder}", "--lora", "style.gguf"), "for one model"),
         (("{folder}/one.gguf", "{folder}/none.gguf"), "no file"),
         (("{folder}", "--models-file", "{folder}/one.gguf"), "larger|TOML|UTF-8"),
@@ -129,7 +129,10 @@ def test_mcp_servers_are_named_by_a_file(
         (("{folder}/one.gguf", "-a", "a=one"), "with one model write --alias NAME"),
         (("{folder}/one.gguf", "--lora", "nope.gguf"), "there is no adapter"),
         (("{folder}/one.gguf", "--lora", "{folder}"), "has no adapter_config.json"),
-        (("{folder}/one.gguf", "--cache-disk", "1G"), "it requires --cache-dir or --slot-save-path"),
+        (
+            ("{folder}/one.gguf", "--cache-disk", "1G"),
+            "--cache-disk requires --cache-dir or --slot",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(

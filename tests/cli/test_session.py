@@ -88,7 +88,7 @@ def test_a_file_that_is_not_a_session_is_not_replaced(
     done = inside("run", model, "hello", *OPTIONS, "--session", file, returns=1)
     assert str(file) in done.stderr.replace("\n", "")
     assert file.read_bytes() == contents
-    refused = inside("run", model, "hello", *OPTIONS, "--session", model, returns=1)
+    refused = inside("run", model, "hello", *OPTIONS, "--session", model, returns=2)
     assert "is one of the files that are read" in refused.stderr.replace("\n", " ")
 
 

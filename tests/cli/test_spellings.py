@@ -66,7 +66,7 @@ def test_devices_of_other_programs(given: str, meant: str) -> None:
 def test_devices_are_listed_without_a_model(subcommand: str, words: tuple[str, ...]) -> None:
     done = inside(subcommand, *words)
     listed = [line.split()[0] for line in done.stdout.splitlines() if line.split()]
-    assert {"cpu", "simulated"} <= {*listed}
+    assert {"cpu", "simulated"}.intersection(device_words()) <= {*listed}
 
 
 def test_device_option_is_the_same_in_all_commands() -> None:
@@ -111,7 +111,7 @@ def test_an_option_without_effect_changes_nothing_and_is_reported(model: Path) -
     ("options", "named"),
     [
         (("-fa", "off"), "attention is always fused; 'off' is not one of on"),
-        (("-ctv", "q5_1"), "--cache-type-v: it must be one of f16, q8_0, q4_0, not 'q5_1'"),
+        (("-ctv", "q5_1"), "--cache-type-v must be one of f16, q8_0, q4_0, not 'q5_1'"),
         (("-ot", "attn=CPU"), "--n-gpu-layers"),
         (("-ot", "exps=CUDA0"), "--n-gpu-layers"),
         (("-ot", "(=CPU"), "does not compile"),

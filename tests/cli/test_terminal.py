@@ -164,7 +164,7 @@ def test_messages_keep_the_case_of_quoted_names(model: Path, tmp_path: Path, mon
     done = inside("show", "empty.gguf", returns=1)
     assert done.stderr.startswith("error: empty.gguf")
     for option, name in (("--top-p", "--top-p"), ("--min-p", "--min-p"), ("--temp", "--temp")):
-        done = inside("run", model, "hi", option, "-7", "--device", "reference", returns=1)
+        done = inside("run", model, "hi", option, "-7", "--device", "reference", returns=2)
         assert done.stderr.startswith(f"error: {name} must")
         assert len(done.stderr.splitlines()) == 1
 
@@ -525,7 +525,7 @@ def test_an_impossible_name_gives_one_message(
 def test_impossible_home_folders_give_one_message(home: Path, monkeypatch: Any) -> None:
     inside("list", "--json")
     monkeypatch.setenv("HOTSET_HOME", "~nouser/hotset")
-    assert "~nouser/hotset begins with a user who has no home" in inside("list", returns=1).stderr
+    assert "~nouser/hotset begins with a user who has no home" in inside("list", returns=2).stderr
     monkeypatch.setenv("HOTSET_HOME", "")
     monkeypatch.setattr(Path, "home", lambda: Path("~nouser").expanduser())
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)

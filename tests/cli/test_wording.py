@@ -89,7 +89,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"split": "rows"}, "split must be one of", "--split must be one of"),
         ({"kv_type": "f64"}, "kv_type must be", "--cache-type must be"),
         ({"ram_budget": 1e-6}, "raise ram_budget", "raise --ram-budget"),
-        ({"device": "cuda:99"}, "device='cpu'", "--device cpu"),
+        pytest.param(
+            {"device": "cuda:99"}, "device='cpu'", "--device cpu", marks=pytest.mark.backend("triton")
+        ),
         ({"gpu_index": "m.index", "split": "layers"}, "`split`", "--split"),
         ({"cache_dir": "c", "device": "reference"}, "cache_dir cannot", "--cache-dir cannot"),
     ],

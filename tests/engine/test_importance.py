@@ -119,5 +119,5 @@ def test_command(tmp_path: Path) -> None:
     }
     assert both.inputs["blk.0.attn_q.weight"].counts.tolist() == [64 * both.n_chunks]
     code, _, told = run(model, "-f", text, "-o", out, "-c", 512)
-    assert code == 1
+    assert code == 2
     assert "fewer than a chunk of 512" in told

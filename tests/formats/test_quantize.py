@@ -556,7 +556,7 @@ def test_command_mistakes(f16: Path) -> None:
     assert run(f16)[0] == 2
     assert run(f16, f16.with_name("out.gguf"), "--type", "q9")[0] == 2
     code, _, err = run(f16, f16)
-    assert code == 1
+    assert code == 2
     assert "is one of the files that are read" in err.replace("\n", " ")
 
 

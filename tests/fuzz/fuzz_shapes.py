@@ -48,7 +48,8 @@ from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.model.thresholds import THRESHOLD_NAMES, LayerThresholds, ThresholdName
 from hotset.offload.weight_store import StoredWeights, Use, sizes_of
-from hotset.sparsity.modes import choose, prepare
+from hotset.sparsity.modes import choose
+from hotset.sparsity.preparing import prepare
 from hotset.sparsity.thresholds import Calibrated, Thresholds
 
 ENCODED = sorted(t for t in ENCODABLE if not t.name.startswith("IQ"))

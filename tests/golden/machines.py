@@ -36,7 +36,6 @@ from paths import DATA
 from synthetic import SHAPES, Shape
 
 from hotset import _core
-from hotset.backends.triton import measuring
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.thresholds import LayerThresholds
@@ -193,6 +192,8 @@ def on(facts: dict[str, Any], home: Path) -> Iterator[None]:
 
 def _measured(facts: dict[str, Any], home: Path) -> Iterator[tuple[str, Any]]:
     """Yield the entries of machine.json: the machine's rates, under the keys that this machine looks up."""
+    from hotset.backends.triton import measuring
+
     yield f"{facts['processor']} | {facts['cores']} threads | {_core.isa()} | without a device", facts["cpu"]
     where = os.stat(home).st_dev
     yield f"{facts['processor']} | disk {where} | {os.cpu_count()} threads", facts["disk"]

@@ -61,7 +61,7 @@ def test_run_shows_the_model_images(path: Path, image: Path, seeing: list[StandI
 
 
 def test_run_without_an_encoder_names_the_missing_file(path: Path, image: Path):
-    done = hotset_command("run", path, "What is this?", "--image", image, *RUN, returns=1)
+    done = hotset_command("run", path, "What is this?", "--image", image, *RUN, returns=2)
     assert "there is no projector next to tiny.gguf" in " ".join(done.stderr.split())
 
 

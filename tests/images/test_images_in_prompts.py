@@ -179,7 +179,9 @@ def test_a_text_keeps_its_bits_next_to_images(path: Path, expected: list[Any]):
         assert bits(ask(model, QUESTIONS[3])) == expected[3]
 
 
-@pytest.mark.parametrize("device", ["reference", "cpu", "simulated"])
+@pytest.mark.parametrize(
+    "device", ["reference", "cpu", pytest.param("simulated", marks=pytest.mark.backend("triton"))]
+)
 def test_every_backend_computes_about_the_same(path: Path, expected: list[Any], device: str):
     with load(path, device=device, kv_type="f16") as model:
         give_images(model)

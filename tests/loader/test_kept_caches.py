@@ -180,8 +180,16 @@ def test_exact_and_predicted_are_not_mixed_up(tmp_path: Path) -> None:
     ("how", "said"),
     [
         ({"device": "reference"}, "cache_dir cannot be combined with device='reference'"),
-        ({"device": "vulkan", "n_gpu_layers": 1}, "cache_dir needs a model that only the CPU"),
-        ({"device": "simulated"}, "cache_dir needs a model that only the CPU computes"),
+        pytest.param(
+            {"device": "vulkan", "n_gpu_layers": 1},
+            "cache_dir needs a model that only the CPU",
+            marks=pytest.mark.backend("vulkan"),
+        ),
+        pytest.param(
+            {"device": "simulated"},
+            "cache_dir needs a model that only the CPU computes",
+            marks=pytest.mark.backend("triton"),
+        ),
     ],
     ids=str,
 )

@@ -15,7 +15,8 @@ from hotset.errors import OutOfMemoryError
 from hotset.formats.overlay import Overlay
 from hotset.loader.build import open_model
 from hotset.loader.decide import Decided, MachineFacts, decide
-from hotset.sparsity.modes import Prepared, choose
+from hotset.sparsity.modes import choose
+from hotset.sparsity.preparing import Prepared
 
 
 def decided(path: Path, free: float, program: int = 0, **settings: Any) -> Decided:

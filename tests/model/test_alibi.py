@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from backend_runs import assert_every_operation_is_right, logits_of, tokens
-from gpu_runs import assert_only_torch_computes
 from sparse_runs import ONE_BY_ONE, cpu, prepared
+from torch_graphs import same_as_reference
 
 from hotset import _core
 from hotset.convert.hf_config import HFConfig
@@ -40,8 +40,17 @@ def test_the_same_bits_in_any_steps_and_on_any_instruction_set(alibi: GGUFFile) 
             np.testing.assert_array_equal(found, expected)
 
 
-def test_torch_computes_it_and_a_device_refuses_it(alibi: GGUFFile) -> None:
-    assert_only_torch_computes(alibi, "ALiBi is computed on the CPU; use device='cpu'")
+def test_torch_computes_it(alibi: GGUFFile) -> None:
+    same_as_reference(alibi)
+
+
+@pytest.mark.backend("triton")
+def test_a_device_refuses_it(alibi: GGUFFile) -> None:
+    from gpu_runs import gpu
+
+    ready, graph = prepared(alibi, "dense")
+    with pytest.raises(UnsupportedModelError, match="ALiBi is computed on the CPU; use device='cpu'"):
+        gpu(ready.weights, graph)
 
 
 def test_slopes(run_folder: Path) -> None:

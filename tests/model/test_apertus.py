@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_runs import assert_only_torch_computes
-from sparse_runs import assert_every_value_is_right
+from sparse_runs import assert_every_value_is_right, prepared
+from torch_graphs import same_as_reference
 
 from hotset.backends.reference import xielu
-from hotset.errors import FormatError
+from hotset.errors import FormatError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.config import config_from_gguf
 from hotset.model.operations import XIELU
@@ -29,8 +29,17 @@ def test_every_operation_is_the_references(apertus: GGUFFile) -> None:
     assert_every_value_is_right(apertus, "dense")
 
 
-def test_torch_computes_it_and_a_device_refuses_it(apertus: GGUFFile) -> None:
-    assert_only_torch_computes(apertus, "xIELU is computed on the CPU; use device='cpu'")
+def test_torch_computes_it(apertus: GGUFFile) -> None:
+    same_as_reference(apertus)
+
+
+@pytest.mark.backend("triton")
+def test_a_device_refuses_it(apertus: GGUFFile) -> None:
+    from gpu_runs import gpu
+
+    ready, graph = prepared(apertus, "dense")
+    with pytest.raises(UnsupportedModelError, match="xIELU is computed on the CPU; use device='cpu'"):
+        gpu(ready.weights, graph)
 
 
 def test_it_equals_transformers() -> None:

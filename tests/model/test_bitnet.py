@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import batch, logits_of, tokens
-from gpu_runs import assert_close, gpu
+from backend_runs import assert_close, batch, logits_of, tokens
 from sparse_runs import ONE_BY_ONE, assert_every_value_is_right, cpu, prepared
 
 from hotset.backends.cpu.worker import split_ffns
@@ -76,8 +75,11 @@ def test_every_operation_is_the_references(bitnet: GGUFFile) -> None:
     assert_every_value_is_right(bitnet, "exact")
 
 
+@pytest.mark.backend("triton")
 @pytest.mark.parametrize("sparse", [True, False])
 def test_a_device_computes_it(bitnet: GGUFFile, sparse: bool) -> None:
+    from gpu_runs import gpu
+
     ready, graph = prepared(bitnet, "exact")
     ids = tokens(40)
     expected = logits_of(ReferenceBackend(ready.weights, graph, n_blocks=1), ids, [], [0])

@@ -184,6 +184,7 @@ def test_quantised_files_keep_small_tensors_and_tables(tmp_path: Path, gguf: GGU
     assert 0 < np.abs(found - expected).max() < 0.2 * np.abs(expected).max()
 
 
+@pytest.mark.backend("vulkan")
 def test_devices_refuse_it_by_name(gguf: GGUFFile) -> None:
     from hotset.backends.vulkan.program import missing_kernel
 

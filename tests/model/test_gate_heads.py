@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from backend_runs import batch, logits_of, tokens
-from gpu_runs import gpu
 from sparse_runs import ONE_BY_ONE, cpu, prepared
 from tiny_gguf import write_llama
 from torch_graphs import same_as_reference
@@ -70,7 +69,10 @@ def test_torch_computes_it(gguf: GGUFFile) -> None:
     same_as_reference(gguf)
 
 
+@pytest.mark.backend("triton")
 def test_a_device_refuses_it_by_name(gguf: GGUFFile) -> None:
+    from gpu_runs import gpu
+
     ready, graph = prepared(gguf, "dense")
     with pytest.raises(UnsupportedModelError, match="GateHeads"):
         gpu(ready.weights, graph)

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import batch, logits_of, tokens
+from backend_runs import assert_close, batch, logits_of, tokens
 from fuzz import fuzz_reads
-from gpu_runs import assert_close, gpu
 from sparse_runs import N_FF, ONE_BY_ONE, assert_every_value_is_right, cpu, prepared
 from tiny_gguf import write_relu
 from torch_graphs import same_as_reference
@@ -77,8 +76,11 @@ def test_rows_of_neurons_that_do_not_fire_are_not_read(tmp_path: Path) -> None:
     assert 0 < found.up_rows[0] == found.down_rows[0] == expected.up_rows[0] < 0.25 * N_FF
 
 
+@pytest.mark.backend("triton")
 @pytest.mark.parametrize("sparse", [True, False])
 def test_a_device_computes_it(tmp_path: Path, sparse: bool) -> None:
+    from gpu_runs import gpu
+
     ready, graph = prepared(write(tmp_path), "exact")
     ids = tokens(40)
     expected = logits_of(ReferenceBackend(ready.weights, graph, n_blocks=1), ids, [], [0])

@@ -523,13 +523,17 @@ def test_entries_of_config_json_say_which_layers_have_an_indexer() -> None:
             types(indexer_types=wrong)
 
 
-def test_devices_refuse_an_indexer_by_name(run_folder: Path) -> None:
-    path = file_of("deepseek32", run_folder)
+@pytest.mark.backend("triton")
+def test_a_torch_device_refuses_an_indexer_by_name(run_folder: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"computed (only )?on the CPU"):
-        hotset.load(path, device="simulated", n_ctx=128)
-    with open_gguf(path) as gguf:
-        from hotset.backends.vulkan.program import missing_kernel
+        hotset.load(file_of("deepseek32", run_folder), device="simulated", n_ctx=128)
 
+
+@pytest.mark.backend("vulkan")
+def test_a_vulkan_device_refuses_an_indexer_by_name(run_folder: Path) -> None:
+    from hotset.backends.vulkan.program import missing_kernel
+
+    with open_gguf(file_of("deepseek32", run_folder)) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         missing = {missing_kernel(op) for op in graph.primitives} - {None}
     assert missing == {"Indexer", "attention to the keys that an indexer chose"}

@@ -13,12 +13,12 @@ from byte_models import write_sparse
 from cli_runs import inside
 from tiny_gguf import write_llama
 
-from hotset.backends.triton import measuring
 from hotset.errors import InvalidRequestError
 from hotset.placement import machine
 from hotset.placement.cards import CARDS, DEFAULT, find_card
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
+pytestmark = pytest.mark.backend("triton")  # the backend that plans for cards
 
 
 @pytest.fixture
@@ -103,12 +103,12 @@ def test_a_faster_card_is_planned_to_be_faster(model: Path) -> None:
     ("options", "code", "said"),
     [
         (("--gpu", "4090", "--vram-budget", 25), 1, "more than the 24 GiB of the RTX 4090"),
-        (("--gpu", "4091"), 1, "did you mean"),
+        (("--gpu", "4091"), 2, "did you mean"),
         (("--gpu-bandwidth", 500), 2, "--vram-budget"),
         (("--gpu-bandwidth", 0, "--vram-budget", 8), 2, "above 0"),
         (("--gpu-bandwidth", "nan", "--vram-budget", 8), 2, "above 0"),
         (("--gpu-link", 5), 2, "--gpu-bandwidth"),
-        (("--gpu", "4090", "--device", "simulated"), 2, "leave out --device"),
+        (("--gpu", "4090", "--device", "simulated"), 2, "--gpu cannot be combined with --device"),
         (("--gpu", "4090", "--sparsity", "threshold"), 2, "measured on itself"),
     ],
 )
@@ -119,6 +119,8 @@ def test_impossible_plans_are_refused(model: Path, options: tuple[object, ...], 
 
 
 def test_the_processor_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hotset.backends.triton import measuring
+
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path))
     monkeypatch.setattr(machine, "N_FF", 64)
     monkeypatch.setattr(machine, "WIDTH", 64)

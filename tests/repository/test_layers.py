@@ -201,6 +201,7 @@ LOADED_BY_EVERY_START = {
     "api", "cli.answer", "cli.console", "cli.main", "cli.models", "cli.options", "cli.progress", "cli.run",
     "cli.spellings",
     "loader.build", "loader.decide", "loader.prompt_cache", "placement.detect", "sparsity.modes",
+    "sparsity.preparing",
     "sparsity.profile", "sparsity.sidecar", "storage.names",
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A name means one thing: two public classes of the package never share one."""
+"""A name means one thing: two classes of the package never share one, private ones included."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import hotset
 
 
 def shared_names(package: Path) -> dict[str, list[str]]:
-    """Return the public classes that share a name: name → modules."""
+    """Return the classes that share a name: name → modules."""
     modules: dict[str, list[str]] = defaultdict(list)
     for path in sorted(package.rglob("*.py")):
         for node in ast.parse(path.read_text("utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef):
                 modules[node.name].append(path.relative_to(package).as_posix())
     return {name: found for name, found in modules.items() if len(found) > 1}
 
 
-def test_no_two_public_classes_share_a_name() -> None:
+def test_no_two_classes_share_a_name() -> None:
     assert shared_names(Path(hotset.__file__).parent) == {}
 
 
 def test_shared_names_are_found(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("class Row: ...\nclass _Part: ...\nclass Column: ...\n")
     (tmp_path / "b.py").write_text("class Row: ...\nclass _Part: ...\n")
-    assert shared_names(tmp_path) == {"Row": ["a.py", "b.py"]}
+    assert shared_names(tmp_path) == {"Row": ["a.py", "b.py"], "_Part": ["a.py", "b.py"]}

@@ -85,6 +85,7 @@ async def test_props_and_plan(path: Path, client: httpx.AsyncClient, service: Se
     assert plan["cache"]["bytes"] == plan["cache"]["tokens"] * cost.kv_bytes_per_token("f16")
 
 
+@pytest.mark.backend("triton")
 async def test_plan_of_a_device(path: Path):
     pytest.importorskip("torch")
     async with client_of(path, load={"device": ["simulated"]}) as (client, _):

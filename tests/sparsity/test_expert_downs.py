@@ -18,7 +18,8 @@ from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.operations import ExpertSum, Ffn, Linear
-from hotset.sparsity.modes import choose, prepare
+from hotset.sparsity.modes import choose
+from hotset.sparsity.preparing import prepare
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "nemotron-h-moe": {"moe_intermediate_size": 64},

@@ -19,9 +19,10 @@ from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.operations import Linear, TransposedLinear
-from hotset.sparsity import modes, sidecar, taps
+from hotset.sparsity import preparing, sidecar, taps
 from hotset.sparsity.calibration import Calibration
-from hotset.sparsity.modes import Choice, Prepared, choose, prepare
+from hotset.sparsity.modes import Choice, choose
+from hotset.sparsity.preparing import Prepared, prepare
 
 FFN_TYPES = [GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q4_0]
 
@@ -335,7 +336,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     def fail(writer: GGUFWriter, model: GGUFFile, name: str) -> None:
         writer.add_tensor(f"{name}_t.codes", lambda: 1 // 0, GGMLType.I8, (32, 96))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(modes.planes, "add_down", fail)
+    monkeypatch.setattr(preparing.planes, "add_down", fail)
     with pytest.raises(ZeroDivisionError):
         prepared(gguf)
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.gguf"]

@@ -22,8 +22,9 @@ from hotset.model.graph import Graph
 from hotset.sparsity import sidecar, taps
 from hotset.sparsity.builders import decompose
 from hotset.sparsity.calibration import Calibration, samples, threshold
-from hotset.sparsity.modes import Prepared, choose, prepare
+from hotset.sparsity.modes import choose
 from hotset.sparsity.predictor_spec import PredictorSpec, parse_predictor
+from hotset.sparsity.preparing import Prepared, prepare
 from hotset.sparsity.profile import Profile, collect
 from hotset.sparsity.stats import PredictorQuality, measure_predictor
 

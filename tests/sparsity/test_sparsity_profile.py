@@ -23,7 +23,8 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.sparsity import sidecar, taps
 from hotset.sparsity.calibration import Calibration
-from hotset.sparsity.modes import choose, prepare
+from hotset.sparsity.modes import choose
+from hotset.sparsity.preparing import prepare
 from hotset.sparsity.profile import Profile, collect, export_activations, import_activations, profile_path
 
 N_FF, N_VOCAB = 96, 96

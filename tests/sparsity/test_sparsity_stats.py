@@ -21,7 +21,8 @@ from hotset.model.graph import Graph
 from hotset.model.predictor import Predictor
 from hotset.report.layers import stats_table
 from hotset.sparsity import taps
-from hotset.sparsity.modes import choose, prepare
+from hotset.sparsity.modes import choose
+from hotset.sparsity.preparing import prepare
 from hotset.sparsity.stats import LayerStats, StatsSummary, StepCosts, measure_predictor
 
 N_FF, D = 96, 64

@@ -279,7 +279,7 @@ def test_trace_and_replay(tmp_path: Path, mode: str) -> None:
     assert "budget: what --ram-budget does" in done.stderr
     inside("trace", model, "-f", text, "--rows", 1, "-o", tmp_path / "x", returns=2)
     done = inside("trace", model, "-f", text, "--sparsity", "dense", "-o", tmp_path / "x", returns=None)
-    assert (done.returncode, "nothing to trace" in done.stderr) == (1, True)
+    assert (done.returncode, "nothing to trace" in done.stderr) == (2, True)
 
 
 def test_run_under_a_budget_has_the_predicted_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

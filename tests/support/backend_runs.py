@@ -106,3 +106,8 @@ def assert_every_operation_is_right(
         step = batch([(ids[at:end], at, blocks)], names)
         oracle.check(step, backend.step(step))
         at = end
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() < tolerance * np.abs(expected).max()

@@ -20,3 +20,13 @@ def quick_if(quick: Callable[..., bool], *axes: Iterable[Any]) -> list[Any]:
 def quick_are(quick: Container[Any], values: Iterable[Any]) -> list[Any]:
     """Return all values; those that are not among `quick` are marked `slow`."""
     return quick_if(lambda value: value in quick, values)
+
+
+def needs_backends(*names: str) -> None:
+    """Skip a test of device backends that are not in the registry, as in tests/repository/test_plugins.py."""
+    if not names:
+        return
+    from hotset.backends.registry import DEVICE_BACKENDS
+
+    if missing := sorted({*names} - {*DEVICE_BACKENDS}):
+        pytest.skip(f"needs the backend {' and '.join(missing)}")

@@ -21,46 +21,8 @@ from hotset.backends.base import Batch, StepResult
 from hotset.backends.decoded import DecodedWeights
 from hotset.backends.reference import ReferenceBackend, add_streams, hadamard, head_dot, seen_by, short_conv
 from hotset.formats.quants import TYPES, GGMLType, dequantize
-from hotset.model.operations import (
-    XIELU,
-    Activate,
-    Add,
-    AddStreams,
-    Attention,
-    ChannelScan,
-    DeltaNet,
-    Embed,
-    ExpertLinear,
-    ExpertSum,
-    GaussianTopK,
-    HeadDot,
-    Heads,
-    HyperConnection,
-    Indexer,
-    LayerNorm,
-    Linear,
-    LowRank,
-    Mask,
-    MatchMagnitude,
-    Multiply,
-    NgramEmbed,
-    PoolBlocks,
-    PositionGain,
-    RMSNorm,
-    Rotate,
-    Route,
-    Scale,
-    SelectiveScan,
-    SelectOutputs,
-    ShortConv,
-    SimilarityGate,
-    SoftCap,
-    Threshold,
-    TransposedHeads,
-    TransposedLinear,
-    UnitNorm,
-    Wkv,
-)
+from hotset.model import operations as ops
+from hotset.model.operations import XIELU
 
 U = 2.0**-24
 TINY = 2.0**-126  # smaller numbers lose digits: an operation may be off by half of 2^-149
@@ -137,7 +99,7 @@ def axpy_bound(x: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
     return gamma(chain + AXPY_RANGES) * (np.abs(x) @ magnitude) + k * TINY
 
 
-def route_bound(op: Route, x: np.ndarray, expected: np.ndarray) -> np.ndarray:
+def route_bound(op: ops.Route, x: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Return the bound of ids (exact) and weights.
 
     A weight is an exponential, with its own error and its argument's, divided by a sum of such, and possibly
@@ -224,7 +186,12 @@ def activation_bound(kind: str, x: np.ndarray, expected: np.ndarray) -> np.ndarr
 
 
 def similarity_gate_bound(
-    op: SimilarityGate, inputs: Any, *, of_sum: float | None = None, of_root: float = U, of_gate: float = 0.0
+    op: ops.SimilarityGate,
+    inputs: Any,
+    *,
+    of_sum: float | None = None,
+    of_root: float = U,
+    of_gate: float = 0.0,
 ) -> np.ndarray:
     """Return the bound.
 
@@ -307,12 +274,12 @@ def spread(x: np.ndarray) -> np.ndarray:
 TRANSFORM = 12  # roundings of a Hadamard transform of up to 512 channels: additions, the factor and its root
 
 
-def is_neuron_major(op: ExpertLinear | ExpertSum) -> bool:
-    return isinstance(op, ExpertSum) and op.neuron_major
+def is_neuron_major(op: ops.ExpertLinear | ops.ExpertSum) -> bool:
+    return isinstance(op, ops.ExpertSum) and op.neuron_major
 
 
-def rows_of(op: ExpertLinear | ExpertSum) -> slice:
-    return slice(op.first_row, op.first_row + op.n_rows) if isinstance(op, ExpertLinear) else slice(None)
+def rows_of(op: ops.ExpertLinear | ops.ExpertSum) -> slice:
+    return slice(op.first_row, op.first_row + op.n_rows) if isinstance(op, ops.ExpertLinear) else slice(None)
 
 
 class Oracle(ReferenceBackend):
@@ -356,52 +323,60 @@ class Oracle(ReferenceBackend):
         self, op: Any, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> tuple[Any, Any]:
         """Return the exact result, and the bound of the kernel's error."""
-        if isinstance(op, Linear):
+        if isinstance(op, ops.Linear):
             return self._expected_linear(op, taps, batch, slots)
-        if isinstance(op, LowRank):
+        if isinstance(op, ops.LowRank):
             return self._expected_low_rank(op, taps, batch)
-        if isinstance(op, ExpertLinear | ExpertSum):
+        if isinstance(op, ops.ExpertLinear | ops.ExpertSum):
             return self._expected_of_experts(op, taps)
-        if isinstance(op, ShortConv):
+        if isinstance(op, ops.ShortConv):
             return self._expected_conv(op, taps, batch, slots)
-        if isinstance(op, DeltaNet):
+        if isinstance(op, ops.DeltaNet):
             return self._expected_delta(op, taps, batch, slots)
-        if isinstance(op, SelectiveScan):
+        if isinstance(op, ops.SelectiveScan):
             return self._expected_scan(op, taps, batch, slots)
-        if isinstance(op, Wkv):
+        if isinstance(op, ops.Wkv):
             return self._expected_wkv(op, taps, batch, slots)
-        if isinstance(op, PoolBlocks):
+        if isinstance(op, ops.PoolBlocks):
             return self._expected_pool(op, taps, batch, slots)
-        if isinstance(op, ChannelScan):
+        if isinstance(op, ops.ChannelScan):
             return self._expected_channels(op, taps, batch, slots)
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
         match op:
-            case Embed() | NgramEmbed() | SelectOutputs() | Mask() | Threshold() | Heads() | Indexer():
+            case (
+                ops.Embed()
+                | ops.NgramEmbed()
+                | ops.SelectOutputs()
+                | ops.Mask()
+                | ops.Threshold()
+                | ops.Heads()
+                | ops.Indexer()
+            ):
                 return expected, -U * np.abs(expected)  # exactly
-            case SoftCap():
+            case ops.SoftCap():
                 return expected, soft_cap_bound(op.cap) + U * np.abs(expected)
-            case Scale() if op.weight is not None:  # one more rounding, and underflow before it
+            case ops.Scale() if op.weight is not None:  # one more rounding, and underflow before it
                 first = op.first_weight
                 weight = np.abs(self._weight(op.weight).reshape(-1)[first : first + op.x.width])
                 return expected, gamma(2) * np.abs(expected) + TINY * (1 + weight)
-            case PositionGain():  # computed in float64
+            case ops.PositionGain():  # computed in float64
                 return expected, U * np.abs(expected)
-            case Add() | Multiply() | Scale():
+            case ops.Add() | ops.Multiply() | ops.Scale():
                 return expected, U * np.abs(expected) + TINY
-            case AddStreams():
+            case ops.AddStreams():
                 weights = None if op.weights is None else np.abs(taps[op.weights.id])
                 size = replace(op, plus=abs(op.plus))
                 own = None if op.x is None else np.abs(taps[op.x.id])
                 sums = add_streams(size, own, np.abs(taps[op.y.id]), weights)
                 n_added = op.y.width * op.n_streams // op.out.width
                 return expected, gamma(n_added + 3) * sums + (n_added + 1) * TINY
-            case HyperConnection():  # computed in float64
+            case ops.HyperConnection():  # computed in float64
                 return expected, U * np.abs(expected)
-            case MatchMagnitude():  # the factor is computed in float64
+            case ops.MatchMagnitude():  # the factor is computed in float64
                 return expected, gamma(3) * np.abs(expected) + TINY
-            case RMSNorm() | UnitNorm():
+            case ops.RMSNorm() | ops.UnitNorm():
                 return expected, rms_norm_bound(expected, op.x.width // op.n_head)
-            case LayerNorm():
+            case ops.LayerNorm():
                 bias = None if op.bias is None else self._weight(op.bias)
                 weight = np.ones(op.x.width) if op.weight is None else self._weight(op.weight).reshape(-1)
                 x, bound = taps[op.x.id], np.empty(expected.shape)
@@ -409,21 +384,21 @@ class Oracle(ReferenceBackend):
                     own = None if bias is None else bias[head]
                     bound[:, head] = layer_norm_bound(x[:, head], weight[head], own, op.eps)
                 return expected, bound
-            case HeadDot():
+            case ops.HeadDot():
                 weight = np.abs(self._weight(op.weight).reshape(-1))
                 sums = head_dot(op, *(np.abs(taps[value.id]) for value in op.inputs), weight)
                 return expected, gamma(op.a.width // op.n_head + 3) * sums + TINY
-            case SimilarityGate():
+            case ops.SimilarityGate():
                 return expected, similarity_gate_bound(op, [taps[value.id] for value in op.inputs])
-            case GaussianTopK():
+            case ops.GaussianTopK():
                 return expected, gaussian_top_k_bound(taps[op.x.id], float(np.float32(op.multiplier)))
-            case Activate() if op.xielu is not None:
+            case ops.Activate() if op.xielu is not None:
                 return expected, xielu_bound(taps[op.x.id], op.xielu)
-            case Activate():
+            case ops.Activate():
                 return expected, activation_bound(op.kind, taps[op.x.id], expected)
-            case Route():
+            case ops.Route():
                 return expected, route_bound(op, taps[op.x.id], expected)
-            case Rotate():
+            case ops.Rotate():
                 # Both results of a pair (a, b) are at most |a| + |b|; the angles are the same float64
                 # numbers.
                 x = np.abs(taps[op.x.id]).reshape(-1, op.n_head, op.head_dim)
@@ -436,19 +411,19 @@ class Oracle(ReferenceBackend):
                 bound = np.zeros_like(x)
                 bound[..., turned] = 6 * U * abs(op.rope.magnitude) * sums + TINY
                 return expected, bound.reshape(expected.shape)
-            case TransposedLinear():
+            case ops.TransposedLinear():
                 bound = axpy_bound(taps[op.x.id], np.abs(self._weights.neuron_major(op)))
                 return expected, bound + (0 if op.bias is None else U * (np.abs(expected) + bound))
-            case TransposedHeads():
+            case ops.TransposedHeads():
                 sums = np.abs(taps[op.x.id]) @ np.abs(self._weight(op.weight))
                 bound = gamma(op.x.width) * sums + op.x.width * TINY
                 return expected, bound.swapaxes(0, 1).reshape(expected.shape)
-            case Attention():
+            case ops.Attention():
                 return expected, self._attention_bounds(op, taps, batch, slots)
         raise AssertionError(f"no bound for {type(op).__name__}")
 
     def _expected_linear(
-        self, op: Linear, taps: dict[int, np.ndarray], batch: Batch, slots: Any
+        self, op: ops.Linear, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> tuple[Any, Any]:
         info = self.weights.tensors[op.weight]
         x = taps[op.x.id]
@@ -461,7 +436,9 @@ class Oracle(ReferenceBackend):
             bound += U * (np.abs(expected) + bound)
         return expected, bound
 
-    def _expected_low_rank(self, op: LowRank, taps: dict[int, np.ndarray], batch: Batch) -> tuple[Any, Any]:
+    def _expected_low_rank(
+        self, op: ops.LowRank, taps: dict[int, np.ndarray], batch: Batch
+    ) -> tuple[Any, Any]:
         """Return result and bound: two sums with a scale between them, and one rounding per adapter."""
         scales = self.adapters.scales(batch)
         assert scales is not None
@@ -478,7 +455,7 @@ class Oracle(ReferenceBackend):
         return expected, bound * (1 + gamma(4))
 
     def _expected_conv(
-        self, op: ShortConv, taps: dict[int, np.ndarray], batch: Batch, slots: Any
+        self, op: ops.ShortConv, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> tuple[Any, Any]:
         """Return result and bound: sums of as many products as tokens are seen.
 
@@ -496,7 +473,7 @@ class Oracle(ReferenceBackend):
         return expected, bound if op.bias is None else bound + U * (np.abs(expected) + bound)
 
     def _expected_pool(
-        self, op: PoolBlocks, taps: dict[int, np.ndarray], batch: Batch, slots: Any
+        self, op: ops.PoolBlocks, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> tuple[Any, Any]:
         """Return result and bound: sums of weights and of weighted values.
 
@@ -517,7 +494,7 @@ class Oracle(ReferenceBackend):
         return expected, (2 * off + gamma(2 * n + 4)) * sums + n * TINY
 
     def _expected_wkv(
-        self, op: Wkv, taps: dict[int, np.ndarray], batch: Batch, slots: Any
+        self, op: ops.Wkv, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> tuple[Any, Any]:
         """Return result and bound, using the lengths of a state's columns as for a delta net.
 
@@ -557,7 +534,7 @@ class Oracle(ReferenceBackend):
         return expected, bound.reshape(expected.shape) + TINY
 
     def _expected_channels(
-        self, op: ChannelScan, taps: dict[int, np.ndarray], batch: Batch, slots: Any
+        self, op: ops.ChannelScan, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> tuple[Any, Any]:
         """Return result and bound as for a selective scan, with one decay per number."""
         assert batch.states is not None
@@ -583,7 +560,7 @@ class Oracle(ReferenceBackend):
         return expected, bound + TINY
 
     def _expected_scan(
-        self, op: SelectiveScan, taps: dict[int, np.ndarray], batch: Batch, slots: Any
+        self, op: ops.SelectiveScan, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> tuple[Any, Any]:
         """Return result and bound by sums of sizes.
 
@@ -618,7 +595,7 @@ class Oracle(ReferenceBackend):
         return expected, bound.reshape(expected.shape) + TINY
 
     def _expected_delta(
-        self, op: DeltaNet, taps: dict[int, np.ndarray], batch: Batch, slots: Any
+        self, op: ops.DeltaNet, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> tuple[Any, Any]:
         """Return result and bound, using the lengths of a state's columns.
 
@@ -654,23 +631,23 @@ class Oracle(ReferenceBackend):
         return expected, bound.reshape(expected.shape) + TINY
 
     def _expected_of_experts(
-        self, op: ExpertLinear | ExpertSum, taps: dict[int, np.ndarray]
+        self, op: ops.ExpertLinear | ops.ExpertSum, taps: dict[int, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return each product of a token and its expert and, for sums, the error of adding them."""
         route, x = taps[op.route.id], taps[op.x.id]
         n, k = len(x), op.n_used
-        of_all = isinstance(op, ExpertLinear) and not op.of_parts
+        of_all = isinstance(op, ops.ExpertLinear) and not op.of_parts
         parts = np.repeat(x[:, None], k, axis=1) if of_all else x.reshape(n, k, -1)
         if self.weights.tensors[op.weights[0]].type not in FLOATS and not is_neuron_major(op):
             parts = int8_inputs(parts.reshape(n * k, -1))[0].reshape(parts.shape)
-        n_rows = op.n_rows if isinstance(op, ExpertLinear) else op.out.width
+        n_rows = op.n_rows if isinstance(op, ops.ExpertLinear) else op.out.width
         expected, bound = self._by_experts(op, parts, route, n_rows), np.empty((n, k, n_rows))
         for t in range(n):
             for j in range(k):
                 bound[t, j] = self._expert_bound(op, int(route[t, j]), parts[t, j][None])[0]
         if op.bias is not None:
             bound += U * (np.abs(expected) + bound)
-        if isinstance(op, ExpertLinear):
+        if isinstance(op, ops.ExpertLinear):
             return expected.reshape(n, -1), bound.reshape(n, -1)
         weights = route[:, k:, None]
         sums = (np.abs(weights) * np.abs(expected)).sum(axis=1)
@@ -678,7 +655,7 @@ class Oracle(ReferenceBackend):
             k + 2
         ) * sums + k * TINY
 
-    def _expert_bound(self, op: ExpertLinear | ExpertSum, expert: int, x: np.ndarray) -> np.ndarray:
+    def _expert_bound(self, op: ops.ExpertLinear | ops.ExpertSum, expert: int, x: np.ndarray) -> np.ndarray:
         """Return the bound of an expert's product, [1, n_rows]."""
         name = op.weights[expert if len(op.weights) > 1 else 0]
         of_all = self._magnitudes(name)
@@ -688,7 +665,7 @@ class Oracle(ReferenceBackend):
         return linear_bound(self.weights.tensors[name].type, x, magnitude[rows_of(op)])
 
     def _attention_bounds(
-        self, op: Attention, taps: dict[int, np.ndarray], batch: Batch, slots: Any
+        self, op: ops.Attention, taps: dict[int, np.ndarray], batch: Batch, slots: Any
     ) -> np.ndarray:
         group = op.n_head // op.n_head_kv
         of_keys, of_values = self._formats

@@ -7,24 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-from backend_runs import batch, logits_of, taken, tokens
+from backend_runs import batch, taken
 from fake_cold import FakeCpuWorker
-from sparse_runs import MODELS, prepared
+from sparse_runs import MODELS
 from tiny_gguf import write_relu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hotset.backends.device.stage import CpuShare
-from hotset.backends.reference import ReferenceBackend
 from hotset.backends.stage import WHOLE, BackendOptions, Span
-from hotset.backends.torch.graph import TorchGraph
 from hotset.backends.triton import open_gpu
 from hotset.backends.triton.backend import GpuBackend
 from hotset.backends.triton.options import GpuOptions
 from hotset.backends.triton.stage import GpuStage
-from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 
@@ -53,25 +49,6 @@ def gpu_stage(weights: Any, graph: Any, *, hot: Any = None, span: Span = WHOLE, 
     return GpuStage(
         weights, graph, "simulated", how, span=span, share=CpuShare(hot or {}), worker=worker, gpu=gpu
     )
-
-
-def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:
-    assert found.shape == expected.shape
-    assert np.abs(found - expected).max() < tolerance * np.abs(expected).max()
-
-
-def assert_only_torch_computes(gguf: GGUFFile, refusal: str) -> None:
-    """Assert that the graph in torch gives the reference's logits, and that a device refuses the model.
-
-    refusal: a regular expression for the message.
-    """
-    ready, graph = prepared(gguf, "dense")
-    ids = tokens(40)
-    expected = logits_of(ReferenceBackend(ready.weights, graph, n_blocks=1), ids, [], [0])
-    found = TorchGraph(gguf, graph).logits(torch.from_numpy(ids[None].astype(np.int64)))
-    assert_close(found.numpy(), expected)
-    with pytest.raises(UnsupportedModelError, match=refusal):
-        gpu(ready.weights, graph)
 
 
 def masks(share: float, n_ff: int = N_FF, n_layer: int = N_LAYER) -> dict[int, np.ndarray]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from backend_runs import taken
 from sparse_runs import N_FF, hot_neurons
 from waiting import WATCHDOG
@@ -45,18 +43,6 @@ def chain(placement: Placement, weights: WeightSource, graph: Graph, **options: 
 LINK_ONLY = MissRates(cpu=1.0, cpu_beside=1.0, many=1.0, link=1e12, link_beside=1e12)
 EVEN = MissRates(cpu=1e9, cpu_beside=1e9, many=1e10, link=1e9, link_beside=1e9)
 SMALL: dict[str, Any] = {"n_embd": 64, "n_ff": 64, "head_dim": 32, "type_of": lambda _: T.Q8_0}
-# With F32 weights both sides round sums of at most N_FF terms in different orders: sqrt(N_FF) / 2^24 each,
-# over the eight products in each of two layers. Norms and softmax pass errors on with about the same size; a
-# factor of four allows for the exceptions.
-TOLERANCE = 4 * 16 * math.sqrt(N_FF) * 2.0**-24
-
-
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Return the root mean square of the difference, relative to the expected values'.
-
-    The largest error says little: in a random model the softmax can depend on the rounding of one score.
-    """
-    return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
 
 
 def split(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.model.operations import Op
-from hotset.sparsity.modes import Prepared, choose, prepare
+from hotset.sparsity.modes import choose
+from hotset.sparsity.preparing import Prepared, prepare
 
 T = GGMLType
 MODELS: dict[str, dict[str, Any]] = {
@@ -31,6 +33,10 @@ ACTIVATIONS = {
     "relu2": {}, "fatrelu": {"hotset.fatrelu_threshold": 0.4}, "relu": {"hotset.up_activation": "relu"},
 }  # fmt: skip
 N_FF = 736  # eleven and a half tiles of neurons, several chunks
+# With F32 weights both sides round sums of at most N_FF terms in different orders: sqrt(N_FF) / 2^24 each,
+# over the eight products in each of two layers. Norms and softmax pass errors on with about the same size; a
+# factor of four allows for the exceptions.
+TOLERANCE = 4 * 16 * math.sqrt(N_FF) * 2.0**-24
 ONE_BY_ONE = [*range(1, 12)]
 
 
@@ -86,3 +92,11 @@ def hot_neurons(share: float, n_ff: int = N_FF, seed: int = 0) -> np.ndarray:
     hot = np.zeros(n_ff, np.bool_)
     hot[np.random.default_rng(seed).permutation(n_ff)[: round(share * n_ff)]] = True
     return hot
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Return the root mean square of the difference, relative to the expected values'.
+
+    The largest error says little: in a random model the softmax can depend on the rounding of one score.
+    """
+    return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))

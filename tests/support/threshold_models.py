@@ -22,7 +22,8 @@ from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.model.operations import Threshold
 from hotset.model.thresholds import LayerThresholds
-from hotset.sparsity.modes import choose, prepare
+from hotset.sparsity.modes import choose
+from hotset.sparsity.preparing import prepare
 from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds
 
 SILU = {"llama.hidden_activation": "silu"}

@@ -47,24 +47,10 @@ from hotset.errors import DeviceError, StepCancelledError
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.lora import FloatMatrix
 from hotset.formats.quants import GGMLType
+from hotset.model import operations as ops
 from hotset.model.config import ModelConfig, config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
-from hotset.model.operations import (
-    Activate,
-    ExpertLinear,
-    ExpertSum,
-    GaussianTopK,
-    LayerNorm,
-    Linear,
-    MatchMagnitude,
-    RMSNorm,
-    Route,
-    SimilarityGate,
-    SoftCap,
-    TransposedLinear,
-    UnitNorm,
-)
 from hotset.placement import machine
 from hotset.placement.budget import Budget, MemoryBudget
 from hotset.placement.table import CPU, LayerPlacement, Placement
@@ -296,42 +282,42 @@ class VulkanOracle(Oracle):
         expected, bound = super()._expected(op, taps, batch, slots)
         size = np.abs(expected)
         match op:
-            case RMSNorm() | UnitNorm():
+            case ops.RMSNorm() | ops.UnitNorm():
                 width = op.x.width // op.n_head
                 return expected, gamma((width / 64 + 10) / 2 + 4) * size + (
                     ROOT + DIVISION
                 ) * size + TINY * width
-            case LayerNorm():
+            case ops.LayerNorm():
                 return expected, bound + (ROOT + DIVISION) * (size + bound)
-            case GaussianTopK():  # its deviation is a root, and its moments are quotients
+            case ops.GaussianTopK():  # its deviation is a root, and its moments are quotients
                 x, spread = taps[op.x.id], abs(op.multiplier) * taps[op.x.id].std(axis=1, keepdims=True)
                 mean = np.abs(x.mean(axis=1, keepdims=True))
                 return expected, bound + 2 * DIVISION * mean + (ROOT + 2 * DIVISION) * spread
-            case MatchMagnitude():  # the quotient of two roots of means
+            case ops.MatchMagnitude():  # the quotient of two roots of means
                 width = op.like.width
                 return expected, (gamma(width / 64 + 13) + 2 * ROOT + 3 * DIVISION) * size + TINY * width
-            case SimilarityGate():
+            case ops.SimilarityGate():
                 of_sum = gamma(op.x.width / 64 + 10) + DIVISION + ROOT
                 how = {"of_sum": of_sum, "of_root": U + ROOT, "of_gate": DIVISION + EXP}
                 return expected, similarity_gate_bound(op, [taps[value.id] for value in op.inputs], **how)
-            case Activate() if op.kind == "softplus":
+            case ops.Activate() if op.kind == "softplus":
                 return expected, SOFTPLUS * size + TINY
-            case Activate() if op.xielu is None:
+            case ops.Activate() if op.xielu is None:
                 x = taps[op.x.id]
                 return expected, activation_bound(op.kind, x, expected) + (DIVISION + EXP) * size
-            case TransposedLinear():
+            case ops.TransposedLinear():
                 bound = transposed_bound(taps[op.x.id], self._weights.neuron_major(op))
                 return expected, bound + (0 if op.bias is None else U * (size + bound))
-            case SoftCap():
+            case ops.SoftCap():
                 return expected, bound + op.cap * (2 * DIVISION)
-            case Route():
+            case ops.Route():
                 return expected, bound * np.where(bound < 0, 1, 2) + np.where(
                     bound < 0, 0, 3 * DIVISION * size
                 )
         return expected, bound
 
     def _expected_linear(
-        self, op: Linear, taps: dict[int, np.ndarray], batch: Any, slots: Any
+        self, op: ops.Linear, taps: dict[int, np.ndarray], batch: Any, slots: Any
     ) -> tuple[Any, Any]:
         info, rows = self.weights.tensors[op.weight], slice(op.first_row, op.first_row + op.out.width)
         if info.type not in FLOATS:
@@ -356,7 +342,7 @@ class VulkanOracle(Oracle):
         )
         return expected, bound
 
-    def _expert_bound(self, op: ExpertLinear | ExpertSum, expert: int, x: np.ndarray) -> np.ndarray:
+    def _expert_bound(self, op: ops.ExpertLinear | ops.ExpertSum, expert: int, x: np.ndarray) -> np.ndarray:
         if is_neuron_major(op):
             return transposed_bound(x, self._weights.expert(op, expert))
         if self.weights.tensors[op.weights[0]].type not in FLOATS:

@@ -670,6 +670,6 @@ def test_the_subcommand(path: Path, text: str, tmp_path: Path) -> None:
     ):  # fmt: skip
         inside("calibrate", path, "-f", file, *wrong, *quick, returns=2)
     done = inside(
-        "calibrate", path, "-f", file, "--sparsity", "0.5", "--max-ppl-increase", "1", *quick, returns=1
+        "calibrate", path, "-f", file, "--sparsity", "0.5", "--max-ppl-increase", "1", *quick, returns=2
     )
     assert "needs one target" in done.stderr

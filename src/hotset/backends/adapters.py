@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 
 from hotset.backends.base import NO_ADAPTERS, AdapterScales, Batch
+from hotset.backends.registry import all_capabilities
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.lora import LoraAdapter, LowRankPair
 from hotset.model.graph import Graph
@@ -109,8 +110,10 @@ class TakesAdapters(Protocol):
 def taking_adapters(backend: Backend) -> TakesAdapters:
     """Return the same backend. Raises UnsupportedModelError if it does not support adapters."""
     if not isinstance(backend, TakesAdapters):
+        titles = (one.title for one in all_capabilities() if one.adapters)
+        places = " or on ".join(["this machine's CPU", *titles])
         raise UnsupportedModelError(
-            "adapters (LoRA) need the whole model on this machine's CPU or on a Vulkan device, not on "
-            f"{backend.name!r}; leave them out, or use device='cpu' and no `stages`"
+            f"adapters (LoRA) need the whole model on {places}, not on {backend.name!r}; leave them out, or "
+            "use device='cpu' and no `stages`"
         )
     return backend

@@ -28,11 +28,10 @@ if TYPE_CHECKING:
 
 # Words for the processor: its kernels, and the slow plain NumPy that the other backends are tested against.
 CPU, REFERENCE = "cpu", "reference"
-SIMULATED = "simulated"  # a device for tests, and for machines without a GPU
 _NUMBER = "[:N]"
 # Backend → words for its devices.
 DEVICE_BACKENDS: Mapping[str, tuple[str, ...]] = {
-    "triton": ("cuda[:N]", "rocm[:N]", "mps", "xpu[:N]", SIMULATED),
+    "triton": ("cuda[:N]", "rocm[:N]", "mps", "xpu[:N]", "simulated"),
     "vulkan": ("vulkan[:N]",),
 }
 
@@ -48,8 +47,8 @@ class Capabilities:
     run sparse by default, and kernels count the neurons that fire. thresholds: kernels skip inputs that
     activation thresholds make zero. images: rows of images enter in place of embeddings. ram_budget: works
     within a budget of host memory. unasked: its devices are used even if no option names them. cards: plans
-    for cards that this machine does not have. state: the devices on which it was measured. determinism: the
-    conditions under which results have the same bits.
+    for cards that this machine does not have. timings: measures the operations of a step. state: the devices
+    on which it was measured. determinism: the conditions under which results have the same bits.
     """
 
     title: str
@@ -67,6 +66,7 @@ class Capabilities:
     ram_budget: bool = False
     unasked: bool = False
     cards: bool = False
+    timings: bool = False
     state: str = ""
     determinism: str = ""
 
@@ -83,6 +83,12 @@ def all_capabilities() -> list[Capabilities]:
     return [capabilities(backend) for backend in DEVICE_BACKENDS]
 
 
+def words_with(capability: str) -> tuple[str, ...]:
+    """Return the words of the devices whose backends have a capability, by its name."""
+    found = (words for name, words in DEVICE_BACKENDS.items() if getattr(capabilities(name), capability))
+    return tuple(word for words in found for word in words)
+
+
 def device_words() -> tuple[str, ...]:
     """Return the words that name devices, such as cuda[:N]; auto and cpu come first."""
     return "auto", CPU, *(word for words in DEVICE_BACKENDS.values() for word in words)
@@ -95,7 +101,7 @@ def check_device(name: str) -> None:
     is_plain = not colon and kind in (*words, REFERENCE)
     is_numbered = bool(colon) == number.isdecimal() and f"{kind}{_NUMBER}" in words
     if not (is_plain or is_numbered):
-        raise InvalidRequestError(f"the device {name!r} is not known; it is one of {', '.join(words)}")
+        raise InvalidRequestError(f"device must be one of {', '.join(words)}, not {name!r}")
 
 
 def backend_of(device: object) -> str:

@@ -29,8 +29,6 @@ def batch(
     ],
     model: Annotated[str | None, options.option("--model -m", options.MODEL_HELP)] = None,
     alias: options.Alias = None,
-    max_sequences: options.Parallel = 16,
-    n_seqs: options.Contexts = 4,
     ray: options.RayAddress = None,
     replicas: Annotated[
         int | None,
@@ -39,11 +37,11 @@ def batch(
         ),
     ] = None,
     *,
-    loading: options.ModelOptions,
+    loading: options.BatchOptions,
 ) -> None:
     """Answer a file of requests; after an interruption, run it again to continue."""
     check_installed()
-    settings = loading.settings(max_sequences=max_sequences, n_seqs=n_seqs)
+    settings = loading.settings()
     if ray is not None:
         from hotset.scale.batch import batch_on_ray
 
@@ -59,7 +57,7 @@ def batch(
         _say_done(output, n, n_failed)
         return
     if replicas is not None:
-        raise typer.BadParameter("it is where --ray is; name that too.", param_hint="--replicas")
+        raise typer.BadParameter("it requires --ray.", param_hint="--replicas")
 
     from hotset.server.batch import SETTINGS, BatchRun
     from hotset.server.service import Service

@@ -28,6 +28,7 @@ import typer
 import hotset
 from hotset.backends.base import BLOCK_SIZE
 from hotset.backends.cpu.processor import read_bandwidth
+from hotset.backends.registry import words_with
 from hotset.backends.timings import Timed
 from hotset.cli import options
 from hotset.cli.console import print_choice, print_json, print_memory, print_table, read_text, say
@@ -70,32 +71,12 @@ _Models = Annotated[
         metavar="MODEL", help=f"{options.MODEL_HELP} Several make one table; also as -m MODEL,MODEL."
     ),
 ]
-_TextFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--file",
-        "-f",
-        exists=True,
-        dir_okay=False,
-        help="Text for depth and prompt, continued by the likeliest tokens.",
-        show_default="random tokens",
-    ),
-]
 _StepTokens = Annotated[
     str | None,
     typer.Option("--step-tokens", metavar="N,...", help="Only measure the time of steps of N tokens."),
 ]
 _FORMATS = ("md", "csv", "json", "jsonl")
 _KV_TYPES = some_of(*LOAD_PARAMETERS["kv_type"].choices, listed=LOAD_PARAMETERS["kv_type"].listed)
-_FormatOption = Annotated[str, options.option("--format", "Format of the results.", kind=one_of(*_FORMATS))]
-_Energy = Annotated[
-    bool,
-    typer.Option("--energy", help="Also measure joules per token, if the processor's counters can be read."),
-]
-_Timings = Annotated[
-    bool,
-    typer.Option("--timings", help="After each test, run it again and print the device's time by operation."),
-]
 _SEED = 0
 _N_COUNTED = 32  # generated tokens whose neurons are counted
 
@@ -153,56 +134,121 @@ class Measurement:
     joules: list[float] = field(default_factory=list)
 
 
-def bench(
-    models: _Models = None,
+@dataclass(frozen=True, kw_only=True)
+class TestOptions:
+    """Options for the tests, each of which is a number of tokens."""
+
     prompt: Annotated[
         str, typer.Option("--n-prompt", metavar="N,...", help="Tokens of the prompt; 0: no test of prompts.")
-    ] = "512",
+    ] = "512"
     gen: Annotated[
         str,
         typer.Option("--n-gen", metavar="N,...", help="Tokens to generate; 0: no test of generation."),
-    ] = "128",
+    ] = "128"
     both: Annotated[
         list[str] | None,
         typer.Option(
             "-pg", metavar="PP,TG", help="A prompt of PP tokens, then TG generated ones; repeatable."
         ),
-    ] = None,
+    ] = None
     depth: Annotated[
         str, typer.Option("--n-depth", metavar="N,...", help="Tokens in the KV cache before the test.")
-    ] = "0",
-    threads: Annotated[str, options.load_option("n_threads", min=None, metavar="N,...")] = "",
-    repetitions: Annotated[int, typer.Option("--repetitions", min=1, help="Runs of each test.")] = 5,
-    batch: Annotated[
-        int, typer.Option("--batch-size", "-b", min=1, help="Tokens of a prompt per step.")
-    ] = 2048,
-    kv_type: Annotated[str, options.load_option("kv_type", "", usual="", kind=_KV_TYPES)] = "f16",
-    file: _TextFile = None,
-    step_tokens: _StepTokens = None,
-    energy: _Energy = False,
-    timings: _Timings = False,
-    format: _FormatOption = "md",
-    json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    ] = "0"
+
+    @property
+    def depths(self) -> list[int]:
+        return _integers(self.depth, "--n-depth")
+
+    def tests(self) -> list[Test]:
+        """Return the tests of these options."""
+        prompts, gens = _integers(self.prompt, "--n-prompt"), _integers(self.gen, "--n-gen")
+        return _tests(self.depths, prompts, gens, self.both or [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestRunOptions:
+    """Options for running each test."""
+
+    threads: Annotated[str, options.load_option("n_threads", min=None, metavar="N,...")] = ""
+    repetitions: Annotated[int, typer.Option("--repetitions", min=1, help="Runs of each test.")] = 5
+    batch: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Tokens of a prompt per step.")] = (
+        2048
+    )
+    kv_type: Annotated[str, options.load_option("kv_type", "", usual="", kind=_KV_TYPES)] = "f16"
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            exists=True,
+            dir_okay=False,
+            help="Text for depth and prompt, continued by the likeliest tokens.",
+            show_default="random tokens",
+        ),
+    ] = None
+
+    @property
+    def n_threads(self) -> list[int] | list[None]:
+        return _integers(self.threads, "-t", minimum=1) if self.threads else [None]
+
+    @property
+    def kv_types(self) -> list[str]:
+        return self.kv_type.split(",")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultOptions:
+    """Options for the measurements and their output."""
+
+    energy: Annotated[
+        bool,
+        typer.Option(
+            "--energy", help="Also measure joules per token, if the processor's counters can be read."
+        ),
+    ] = False
+    timings: Annotated[
+        bool,
+        typer.Option(
+            "--timings", help="After each test, run it again and print the device's time by operation."
+        ),
+    ] = False
+    format: Annotated[str, options.option("--format", "Format of the results.", kind=one_of(*_FORMATS))] = (
+        "md"
+    )
+    json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False
+
+    @property
+    def chosen_format(self) -> str:
+        return "json" if self.json else self.format
+
+
+def bench(
+    models: _Models = None,
     *,
+    of: TestOptions,
+    runs: TestRunOptions,
+    step_tokens: _StepTokens = None,
+    results: ResultOptions,
     loading: options.BenchOptions,
 ) -> None:
     """Measure speed with llama-bench's tests, and the reached share of the memory bandwidth."""
-    format = "json" if json else format
-    depths, names = _integers(depth, "--n-depth"), _names(models or [default_model()])
-    n_threads = _integers(threads, "-t", minimum=1) if threads else [None]
-    kv_types = kv_type.split(",")
+    format, energy, file = results.chosen_format, results.energy, runs.file
+    depths, names = of.depths, _names(models or [default_model()])
+    n_threads, kv_types = runs.n_threads, runs.kv_types
     if step_tokens is not None:
         refused = "--energy" if energy else "--speculate" if loading.asks_for_drafts else "MODEL"
         if refused != "MODEL" or len(names) > 1:
-            raise typer.BadParameter("--step-tokens measures single steps of one model.", param_hint=refused)
+            raise typer.BadParameter(
+                "it cannot be combined with --step-tokens, which measures one model.", param_hint=refused
+            )
         sizes = _integers(step_tokens, "--step-tokens", minimum=1)
         options_of_one = {"n_threads": n_threads[0], "kv_type": kv_types[0], "max_batch": max(512, *sizes)}
         loading_one = partial(loading.settings, n_ctx=depths[0] + max(sizes), **options_of_one)
         _bench_steps(
-            names[0], loading_one, sizes, depths[0], repetitions, as_json=format in ("json", "jsonl")
+            names[0], loading_one, sizes, depths[0], runs.repetitions, as_json=format in ("json", "jsonl")
         )
         return
-    tests = _tests(depths, _integers(prompt, "--n-prompt"), _integers(gen, "--n-gen"), both or [])
+    tests = of.tests()
     if loading.asks_for_drafts and file is None:
         raise typer.BadParameter(
             "random tokens say nothing about drafts: give a text with -f.", param_hint="--speculate"
@@ -224,11 +270,11 @@ def bench(
                 printer.bandwidth(measured, loaded.backend.n_threads or 1)
             engine = loaded.engine
             conditions = Conditions(
-                repetitions, batch, engine.collect_stats, engine.thresholded, engine.speculator,
+                runs.repetitions, runs.batch, engine.collect_stats, engine.thresholded, engine.speculator,
                 _tokens_of(loaded, file, max(test.n_depth + test.n_prompt for test in tests)), counters,
             )  # fmt: skip
-            facts = _facts(loaded, path, batch) | ({"joules_per_token": None} if energy else {})
-            _bench_tests(loaded, facts, tests, conditions, read, printer, timings=timings)
+            facts = _facts(loaded, path, runs.batch) | ({"joules_per_token": None} if energy else {})
+            _bench_tests(loaded, facts, tests, conditions, read, printer, timings=results.timings)
     printer.end()
 
 
@@ -236,7 +282,7 @@ def _names(given: list[str]) -> list[str]:
     """Return the models of an argument such as a.gguf,b.gguf; a file may have a comma in its name."""
     names = [name for one in given for name in ([one] if Path(one).exists() else one.split(",")) if name]
     if not names:
-        raise typer.BadParameter("it names no model.", param_hint="MODEL")
+        raise typer.BadParameter("it must name a model.", param_hint="MODEL")
     return names
 
 
@@ -284,7 +330,8 @@ def _operations(backend: Backend, test: Test, conditions: Conditions) -> list[di
     Writing timestamps takes time, so this run is not one of the test's. Wrong usage without such a device.
     """
     if not isinstance(backend, Timed) or not backend.start_timing():
-        raise typer.BadParameter("it requires --device vulkan.", param_hint="--timings")
+        devices = " or ".join(words_with("timings")) or "of a backend that measures its operations"
+        raise typer.BadParameter(f"it requires --device {devices}.", param_hint="--timings")
     try:
         measure(backend, test, replace(conditions, repetitions=1, collect_stats=False), lambda: math.nan)
     finally:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -29,6 +30,49 @@ _Mode = Annotated[
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions:
+    """Options for the target of a calibration, and for the tokens that it takes."""
+
+    max_increase: Annotated[
+        str | None,
+        typer.Option(
+            "--max-ppl-increase", metavar="PERCENT", help="Largest perplexity increase, such as 1%."
+        ),
+    ] = None
+    share: Annotated[
+        str | None,
+        typer.Option("--sparsity", metavar="SHARE", help="Skip this share of matrix bytes, such as 0.5."),
+    ] = None
+    uniform: Annotated[
+        str | None,
+        typer.Option("--uniform", metavar="SHARE", help="Zero this share of values in each layer."),
+    ] = None
+    only: _Names = None
+    mode: _Mode = None
+    n_tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to estimate losses from.")] = 4096
+    n_measured: Annotated[
+        int, typer.Option("--measured", min=1, help="Held-out tokens of each measurement.")
+    ] = 16384
+    n_ctx: Annotated[int, typer.Option("--ctx-size", "-c", min=8, help="Tokens of a window.")] = 512
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of ThresholdSettings that these options set."""
+        targets = {
+            "max_increase": _share(self.max_increase, "--max-ppl-increase", percent=True),
+            "share": _share(self.share, "--sparsity", percent=False),
+            "uniform": _share(self.uniform, "--uniform", percent=False),
+        }
+        if all(value is None for value in targets.values()):
+            targets["max_increase"] = 0.01
+        only = THRESHOLD_NAMES if self.only is None else self.only.split(",")
+        return targets | {
+            "only": tuple(name for name in THRESHOLD_NAMES if name in only),
+            "mode": cast(BaseMode | None, self.mode), "n_ctx": self.n_ctx, "n_tokens": self.n_tokens,
+            "n_measured": self.n_measured,
+        }  # fmt: skip
+
+
 def calibrate(
     model: options.ModelName,
     file: Annotated[
@@ -39,27 +83,8 @@ def calibrate(
         Path | None,
         typer.Option("--output", "-o", help="File to write.", show_default="MODEL.thresholds.json"),
     ] = None,
-    max_increase: Annotated[
-        str | None,
-        typer.Option(
-            "--max-ppl-increase", metavar="PERCENT", help="Largest perplexity increase, such as 1%."
-        ),
-    ] = None,
-    share: Annotated[
-        str | None,
-        typer.Option("--sparsity", metavar="SHARE", help="Skip this share of matrix bytes, such as 0.5."),
-    ] = None,
-    uniform: Annotated[
-        str | None,
-        typer.Option("--uniform", metavar="SHARE", help="Zero this share of values in each layer."),
-    ] = None,
-    only: _Names = None,
-    mode: _Mode = None,
-    n_tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to estimate losses from.")] = 4096,
-    n_measured: Annotated[
-        int, typer.Option("--measured", min=1, help="Held-out tokens of each measurement.")
-    ] = 16384,
-    n_ctx: Annotated[int, typer.Option("--ctx-size", "-c", min=8, help="Tokens of a window.")] = 512,
+    *,
+    calibration: CalibrationOptions,
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the results, to continue with another target.")
     ] = False,
@@ -67,13 +92,7 @@ def calibrate(
     json: options.Json = False,
 ) -> None:
     """Find activation thresholds, below which values count as zero, for a loss that you name."""
-    targets = {
-        "max_increase": _share(max_increase, "--max-ppl-increase", percent=True),
-        "share": _share(share, "--sparsity", percent=False),
-        "uniform": _share(uniform, "--uniform", percent=False),
-    }
-    if all(value is None for value in targets.values()):
-        targets["max_increase"] = 0.01
+    given = calibration.fields()
     try:
         from hotset.training.thresholds import ThresholdSettings, calibrate_thresholds
     except ModuleNotFoundError as error:
@@ -82,11 +101,7 @@ def calibrate(
         raise HotsetError(
             f"a calibration needs PyTorch; install it with: {install_command('train')}"
         ) from None
-    names = tuple(name for name in THRESHOLD_NAMES if only is None or name in only.split(","))
-    settings = ThresholdSettings(
-        **targets, only=names, mode=cast(BaseMode | None, mode), n_ctx=n_ctx, n_tokens=n_tokens,
-        n_measured=n_measured, n_threads=n_threads,
-    )  # fmt: skip
+    settings = ThresholdSettings(**given, n_threads=n_threads)
     text = read_text(file, "-f")
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)

@@ -317,7 +317,7 @@ def chat(
     images: for the first message.
     """
     if system and (raw or not has_template(model)):
-        raise typer.BadParameter("it needs a chat template.", param_hint="--system")
+        raise typer.BadParameter("it requires a chat template.", param_hint="--system")
     conversation = Chat(model, system, raw, params, parse_special)
     for path in images:
         conversation.attach(str(path))

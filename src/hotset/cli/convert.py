@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,39 @@ from hotset.sparsity.profile import Profile
 from hotset.units import human_size
 
 _ARGUMENTS = {"run": "", "embed": " TEXT", "rerank": " QUERY DOC"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeuronOptions:
+    """Options for the neurons of the written model: their predictors, order and activation."""
+
+    powerinfer: Annotated[
+        bool, options.option("--powerinfer", "Write PowerInfer's format; requires --predictors.")
+    ] = False
+    predictors: Annotated[
+        Path | None,
+        options.option(
+            "--predictors",
+            "Folder of model_<layer>.pt (fc1.weight, fc2.weight) and config.json; implies --powerinfer.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None
+    profile: Annotated[
+        Path | None,
+        options.option(
+            "--profile",
+            "File of 'hotset sparse profile': its hot neurons come first.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None
+    activation: options.Activation = None
+
+    def refuse_with_projector(self) -> None:
+        """Raise BadParameter for the first given option: a projector has no neurons."""
+        if given := [name for name, value in vars(self).items() if value]:
+            raise typer.BadParameter(f"it cannot be combined with --{given[0]}.", param_hint="--mmproj")
 
 
 def convert(
@@ -43,40 +77,19 @@ def convert(
         bool,
         options.option("--mmproj", "Write the image encoder and its projector instead of the text model."),
     ] = False,
-    powerinfer: Annotated[
-        bool, options.option("--powerinfer", "Write PowerInfer's format; requires --predictors.")
-    ] = False,
-    predictors: Annotated[
-        Path | None,
-        options.option(
-            "--predictors",
-            "Folder of model_<layer>.pt (fc1.weight, fc2.weight) and config.json; implies --powerinfer.",
-            exists=True,
-            file_okay=False,
-        ),
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        options.option(
-            "--profile",
-            "File of 'hotset sparse profile': its hot neurons come first.",
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None,
-    activation: options.Activation = None,
+    *,
+    neurons: NeuronOptions,
     json: options.Json = False,
 ) -> None:
     """Convert a Hugging Face checkpoint to GGUF: config.json, tensors, tokenizer."""
-    if powerinfer and predictors is None:
+    if neurons.powerinfer and neurons.predictors is None:
         raise typer.BadParameter(
             "PowerInfer's format needs predictors: name their folder with --predictors, or make them with "
             "'hotset sparse train'.",
             param_hint="--powerinfer",
         )
     if mmproj:
-        others = {"--powerinfer": powerinfer, "--predictors": predictors, "--profile": profile}
-        _refuse_with_projector(others | {"--activation": activation})
+        neurons.refuse_with_projector()
         _convert_projector(source, target, type, tensor_type or [], json=json)
         return
     with ProgressBar() as bar:
@@ -85,9 +98,9 @@ def convert(
             target,
             type,
             tensor_types=tensor_type or [],
-            predictors=predictors,
-            profile=None if profile is None else Profile.open(profile),
-            activation=activation,
+            predictors=neurons.predictors,
+            profile=None if neurons.profile is None else Profile.open(neurons.profile),
+            activation=neurons.activation,
             progress=bar,
         )
     if json:
@@ -106,12 +119,6 @@ def _say_changed_types(tensors: Sequence[PlannedTensor]) -> None:
     if notes := sorted({f"{t.info.name}: {t.type.name}, {t.note}" for t in tensors if "rows" in t.note}):
         more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
         say(f"{notes[0]}{more}", dim=True)
-
-
-def _refuse_with_projector(others: Mapping[str, object]) -> None:
-    """Raise BadParameter for the first of these options that is given: a projector has none of them."""
-    if given := [name for name, value in others.items() if value]:
-        raise typer.BadParameter(f"--mmproj cannot be combined with {given[0]}.", param_hint="--mmproj")
 
 
 def _convert_projector(source: Path, target: Path, type: str, tensor_types: list[str], *, json: bool) -> None:

@@ -60,7 +60,7 @@ def embed(
         check_target(output, [] if file is None else [file])
         if output.suffix not in FORMATS or (output.suffix == ".npy" and pooling == "none"):
             formats = ".jsonl" if pooling == "none" else " or ".join(FORMATS)
-            raise typer.BadParameter(f"the name of the file ends in {formats}.", param_hint="-o")
+            raise typer.BadParameter(f"it must end in {formats}, not {output}.", param_hint="-o")
     found = _texts(texts, file, "TEXT")
     vectors: list[np.ndarray] = []
     with ProgressBar() as bar, _loaded(model, loading.settings(), bar) as loaded:

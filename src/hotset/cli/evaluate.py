@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_lines
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,26 +33,43 @@ Labels = Annotated[
         "--labels", "Labels, one per line, for questions without labels.", exists=True, dir_okay=False
     ),
 ]
-NumShots = Annotated[
-    int | None,
-    options.option(
-        "--shots --num-fewshot",
-        "Answered examples before each question.",
-        usual="0, or the task file's",
-        min=0,
-    ),
-]
-Examples = Annotated[
-    Path | None,
-    options.option("--examples", "File of the examples, in a format of FILE.", exists=True, dir_okay=False),
-]
-ExampleLabels = Annotated[
-    Path | None, options.option("--example-labels", "Labels for --examples.", exists=True, dir_okay=False)
-]
 LogSamples = Annotated[
     Path | None,
     options.option("--log-samples", "Write each question with its answer as a line of JSON.", dir_okay=False),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleOptions:
+    """Options for the answered examples before each question."""
+
+    shots: Annotated[
+        int | None,
+        options.option(
+            "--shots --num-fewshot",
+            "Answered examples before each question.",
+            usual="0, or the task file's",
+            min=0,
+        ),
+    ] = None
+    examples: Annotated[
+        Path | None,
+        options.option(
+            "--examples", "File of the examples, in a format of FILE.", exists=True, dir_okay=False
+        ),
+    ] = None
+    example_labels: Annotated[
+        Path | None, options.option("--example-labels", "Labels for --examples.", exists=True, dir_okay=False)
+    ] = None
+    seed: Annotated[
+        int, options.option("--seed -s", "Seed of the examples' choice; the harness has 1234.")
+    ] = SEED
+
+    def before(self, questions: list[Question]) -> TaskQuestions:
+        """Return the questions with examples before them."""
+        n, file = self.shots or 0, self.examples
+        pool = _questions(file, "--examples", self.example_labels, "--example-labels") if file else []
+        return TaskQuestions(_with_examples(questions, pool, n, self.seed, file), n)
 
 
 def evaluate(
@@ -66,35 +84,28 @@ def evaluate(
         ),
     ],
     labels: Labels = None,
-    shots: NumShots = None,
-    examples: Examples = None,
-    example_labels: ExampleLabels = None,
-    seed: Annotated[
-        int, options.option("--seed -s", "Seed of the examples' choice; the harness has 1234.")
-    ] = SEED,
+    *,
+    given: ExampleOptions,
     limit: Annotated[
         int | None, options.option("--limit", "Ask only the first N questions.", usual="all", min=1)
     ] = None,
     log_samples: LogSamples = None,
     json: options.Json = False,
-    *,
     loading: options.ModelOptions,
 ) -> None:
     """Answer multiple-choice questions by log-likelihood: accuracy with its standard error."""
     if is_task_file(file):
-        if labels or examples or example_labels:
+        if labels or given.examples or given.example_labels:
             raise InvalidRequestError(
                 f"{file} is a task file, which says itself where answers and examples are: leave out "
                 "--labels, --examples and --example-labels"
             )
-        task = read_task(file, shots, seed, limit)
+        task = read_task(file, given.shots, given.seed, limit)
     else:
-        pool = _questions(examples, "--examples", example_labels, "--example-labels") if examples else []
-        questions = _questions(file, "FILE", labels, "--labels")[:limit]
-        task = TaskQuestions(_with_examples(questions, pool, shots or 0, seed, examples), shots or 0)
+        task = given.before(_questions(file, "FILE", labels, "--labels")[:limit])
     if log_samples is not None:
-        given = (path for path in (file, labels, examples, example_labels) if path)
-        check_target(log_samples, [*given, *task.files])
+        read = (path for path in (file, labels, given.examples, given.example_labels) if path)
+        check_target(log_samples, [*read, *task.files])
     settings = loading.settings()
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)
@@ -140,7 +151,7 @@ def _with_examples(
 ) -> list[Question]:
     task = questions[0].task
     if n and not pool:
-        raise InvalidRequestError("--shots needs --examples FILE, from which examples are drawn")
+        raise InvalidRequestError("--shots requires --examples, the file from which examples are drawn")
     if pool and pool[0].task != task:
         raise InvalidRequestError(f"{file} has questions of {pool[0].task}, but FILE has questions of {task}")
     # The harness has only a test split for ARC. It compares the names of splits, not their questions.

@@ -92,7 +92,9 @@ def launch(
             f"The current folder has a program {program}, which is not started: remove it first."
         )
     if url is not None and not is_address(url):
-        raise typer.BadParameter("it begins with http:// or https://, and names a host.", param_hint="--url")
+        raise typer.BadParameter(
+            "it must begin with http:// or https:// and name a host.", param_hint="--url"
+        )
     with contextlib.ExitStack() as stack:
         found = _found(url, model)
         name = model or (default_model() if found is None else "")

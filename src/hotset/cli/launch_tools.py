@@ -191,7 +191,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     """
     backup = backup_of(path)
     if backup.exists() and path.exists() and not _is_untouched(path, backup):
-        raise InvalidRequestError(
+        raise HotsetError(
             f"{path} was changed since an earlier launch, and {backup.name} next to it is the older version; "
             "delete the one that you do not want, and start again"
         )
@@ -202,11 +202,9 @@ def _read_settings(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(without_comments(text) or "{}")
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(
-            f"{path} is not understood ({shown(str(error))}); nothing was changed"
-        ) from None
+        raise HotsetError(f"{path} is not understood ({shown(str(error))}); nothing was changed") from None
     if not isinstance(found, dict):
-        raise InvalidRequestError(f"{path} has no object of settings; nothing was changed")
+        raise HotsetError(f"{path} has no object of settings; nothing was changed")
     return found
 
 
@@ -240,9 +238,9 @@ def _merged(settings: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, 
 
 
 def tool_of(name: str) -> LaunchTool:
-    """Return the tool with this name. Raises HotsetError for an unknown name."""
+    """Return the tool with this name. Raises InvalidRequestError for an unknown name."""
     if name not in TOOLS:
-        raise HotsetError(f"There is no {shown(name)} to launch; there are {', '.join(TOOLS)}.")
+        raise InvalidRequestError(f"the tool must be one of {', '.join(TOOLS)}, not {shown(name)}")
     return TOOLS[name]
 
 

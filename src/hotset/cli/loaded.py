@@ -48,7 +48,9 @@ def stop(
 
 def _server(url: str | None) -> tuple[str, str]:
     if url is not None and not is_address(url):
-        raise typer.BadParameter("it begins with http:// or https://, and names a host.", param_hint="--url")
+        raise typer.BadParameter(
+            "it must begin with http:// or https:// and name a host.", param_hint="--url"
+        )
     return running(url)
 
 

@@ -1,6 +1,8 @@
 """The `hotset` command: one module per subcommand, and one place where every error becomes a message.
 
-Exit codes: 0 done; 1 a user's mistake or a failure, with one error message; 2 wrong usage; 130 Ctrl-C.
+Exit codes: 0 done; 1 a failure; 2 wrong usage; 130 Ctrl-C. Wrong usage is an unknown option, or a value or a
+combination of values that a check of the command line or of the library refuses. Failures and wrong usage
+have one form of message.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from hotset.cli.help import format_options, format_usage_and_text
 from hotset.cli.options import spread
 from hotset.cli.spellings import with_spellings
 from hotset.cli.values import take_no_value, take_plain_values
-from hotset.cli.wording import use_options
-from hotset.errors import FormatError, HotsetError, did_you_mean
+from hotset.cli.wording import usage_message, use_options
+from hotset.errors import FormatError, HotsetError, InvalidRequestError, did_you_mean
 from hotset.escaping import escaped
 
 # Group of the help → subcommand → module and function. Only the subcommand that is called is imported: the
@@ -86,6 +88,7 @@ _ELSEWHERE = {
 
 _SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _HELP_ALL = "--help-all"
+_WRONG_USAGE = 2
 
 
 class _Subcommand(TyperCommand):
@@ -201,8 +204,7 @@ class _Group(_Subcommands):
         except _OutputError as error:  # raised by --help
             _leave(error)
         except Exception as error:
-            _flush()
-            raise _escaped(error) from None
+            _end(error)
 
     def invoke(self, ctx: Any) -> Any:
         truncated_before = _truncated_files()
@@ -220,7 +222,7 @@ class _Group(_Subcommands):
             _leave(error)
         except HotsetError as error:
             print_message(str(error))
-            sys.exit(1)
+            sys.exit(_WRONG_USAGE if isinstance(error, InvalidRequestError) else 1)
         except KeyboardInterrupt:
             sys.exit(130)
         except OSError as error:
@@ -233,9 +235,8 @@ class _Group(_Subcommands):
             _print_message("There is not enough memory: use a smaller model, or a smaller context with -c.")
             sys.exit(1)
         except Exception as error:
-            if hasattr(error, "exit_code"):  # typer's own exceptions: wrong usage, an early exit
-                _flush()
-                raise _escaped(error) from None
+            if hasattr(error, "exit_code"):
+                _end(error)
             print_message(_fault(error))
             sys.exit(1)
 
@@ -269,11 +270,13 @@ def _leave(error: _OutputError) -> NoReturn:
     sys.exit(1)
 
 
-def _escaped(error: Exception) -> Exception:
-    """Return an error of wrong usage with its message escaped, because typer prints it."""
-    if isinstance(message := getattr(error, "message", None), str):
-        error.message = escaped(message)  # type: ignore[attr-defined]
-    return error
+def _end(error: Any) -> NoReturn:
+    """End for an exception of typer: print the message of wrong usage, and raise an early exit again."""
+    _flush()
+    if not hasattr(error, "format_message"):
+        raise error from None
+    print_error(usage_message(error), as_options=False)
+    sys.exit(_WRONG_USAGE)
 
 
 def _truncated_files() -> frozenset[Any]:

@@ -421,6 +421,14 @@ class ModelOptions(ChunkOptions):
     """How a model is loaded."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(ModelOptions):
+    """Options for loading a model that answers several requests at once."""
+
+    max_sequences: Parallel = 16
+    n_seqs: Contexts = 4
+
+
 @_with("chat_template")
 class TemplateOptions(LoadOptions):
     """A chat template that replaces the template of the file."""
@@ -461,7 +469,7 @@ class ScaleOptions:
         """
         if self.stages is None:
             if self.ray is not None:
-                raise typer.BadParameter("it is where --stages are; name these too.", param_hint="--ray")
+                raise typer.BadParameter("it requires --stages.", param_hint="--ray")
             from hotset.api import load
 
             return load(loaded_by(model, path), settings, progress=progress)
@@ -517,7 +525,7 @@ class SamplingOptions(_SamplingFields):  # type: ignore[misc, valid-type]
     def params(self) -> dict[str, Any]:
         """Return the arguments of Model.generate for the given options."""
         if self.max_tokens == 0:
-            raise typer.BadParameter("an answer has at least one token.", param_hint="-n")
+            raise typer.BadParameter("it must be at least 1, or -1 for no limit, not 0.", param_hint="-n")
         given = {name: getattr(self, name) for name in OPTIONS} | {
             "dry_sequence_breakers": _breakers(self.dry_sequence_breakers),
             "logit_bias": _logit_bias(self.logit_bias or []) or None,
@@ -533,7 +541,7 @@ class SamplingOptions(_SamplingFields):  # type: ignore[misc, valid-type]
         if self.grammar_file is None:
             return text
         if text is not None:
-            raise typer.BadParameter("the grammar is given twice.", param_hint="--grammar-file")
+            raise typer.BadParameter("it cannot be combined with --grammar.", param_hint="--grammar-file")
         from hotset.cli.console import read_text
 
         return read_text(self.grammar_file, "--grammar-file")
@@ -577,6 +585,14 @@ class ObservationOptions(LoadOptions):
 
     def fields(self) -> dict[str, Any]:
         return super().fields() | {"sparsity": "exact", "max_batch": OBSERVED}
+
+
+@_with("sparsity", "predictor")
+class TraceOptions(ObservationOptions):
+    """Options for running a model to observe it in the mode that it would choose."""
+
+    def fields(self) -> dict[str, Any]:
+        return super().fields() | {"sparsity": self.sparsity, "predictor": self.predictor}
 
 
 def spread(subcommand: Callable[..., None]) -> Callable[..., None]:

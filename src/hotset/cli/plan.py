@@ -99,18 +99,16 @@ def _card(
     """Return the named GPU, or a default if there is a budget and no GPU; None: plan for real GPUs."""
     for value, option in ((bandwidth, "--gpu-bandwidth"), (link, "--gpu-link")):
         if value is not None and not 0 < value < 1e6:
-            raise typer.BadParameter("it is a number of GB/s above 0.", param_hint=option)
+            raise typer.BadParameter("it must be a number of GB/s above 0.", param_hint=option)
     if gpu is None and bandwidth is None:
         if link is not None:
-            raise typer.BadParameter("it belongs to --gpu or --gpu-bandwidth.", param_hint="--gpu-link")
+            raise typer.BadParameter("it requires --gpu or --gpu-bandwidth.", param_hint="--gpu-link")
         if settings.device is not None or not settings.asks_for_a_device or detect_gpu() is not None:
             return None
         say(f"There is no GPU here: this is a plan for an {DEFAULT}. Name another GPU with --gpu.")
         gpu = DEFAULT
     if settings.device is not None:
-        raise typer.BadParameter(
-            "it plans for a GPU that need not be here; leave out --device.", param_hint="--gpu"
-        )
+        raise typer.BadParameter("it cannot be combined with --device.", param_hint="--gpu")
     if settings.asks_for_thresholds:
         raise typer.BadParameter(
             "how much faster a GPU is with thresholds is measured on itself; leave them out.",
@@ -122,7 +120,7 @@ def _card(
     memory = settings.vram_gib
     if memory in (None, -1):
         raise typer.BadParameter(
-            "say how much memory it has with --vram-budget.", param_hint="--gpu-bandwidth"
+            "it requires --vram-budget, the memory of the GPU.", param_hint="--gpu-bandwidth"
         )
     assert memory is not None
     assert bandwidth is not None

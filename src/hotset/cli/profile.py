@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,34 +32,60 @@ if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.sparsity.profile import Profile
 
-_ExistingFolder = Annotated[
-    Path | None,
-    options.option("--import", "Add the counts of activation_<layer>.pt.", exists=True, file_okay=False),
-]
+
+@dataclass(frozen=True, kw_only=True)
+class CountOptions:
+    """Options for the sources of a profile's counts."""
+
+    file: Annotated[
+        Path | None,
+        options.option("--file -f", "Run this text through the model.", exists=True, dir_okay=False),
+    ] = None
+    n_tokens: Annotated[
+        int | None, options.option("--tokens", "Most tokens of the text.", usual="all", min=1)
+    ] = None
+    ray: options.RayAddress = None
+    merge: Annotated[
+        list[Path] | None, options.option("--merge", "Add the counts of this profile; repeatable.")
+    ] = None
+    import_from: Annotated[
+        Path | None,
+        options.option("--import", "Add the counts of activation_<layer>.pt.", exists=True, file_okay=False),
+    ] = None
+
+    def counted(self, model: str, path: Path, target: Path, watching: options.ObservationOptions) -> Profile:
+        """Return the sum of the counts of all sources, of which there is at least one."""
+        parts = [Profile.open(part) for part in self.merge or []]
+        if self.import_from is not None:
+            parts.append(_imported(path, self.import_from, watching))
+        if self.file is not None:
+            text = read_text(self.file, "-f")
+            if not text.strip():
+                raise InvalidRequestError(
+                    f"the text in {self.file} is empty; give some to profile the model on"
+                )
+            if self.ray is None:
+                parts.append(_run(path, text, self.n_tokens, watching))
+            else:
+                name = options.name_everywhere(model, path)
+                parts.append(_run_on_ray(name, path, target, text, self.n_tokens, watching, self.ray))
+        counted = parts[0]
+        for part in parts[1:]:
+            counted = counted.merge(part)
+        return counted
 
 
 def profile(
     model: options.ModelName,
-    file: Annotated[
-        Path | None,
-        options.option("--file -f", "Run this text through the model.", exists=True, dir_okay=False),
-    ] = None,
+    *,
+    counts: CountOptions,
     output: Annotated[
         Path | None, options.option("--output -o", "File to write.", usual="next to the model")
     ] = None,
-    merge: Annotated[
-        list[Path] | None, options.option("--merge", "Add the counts of this profile; repeatable.")
-    ] = None,
-    import_from: _ExistingFolder = None,
     export_to: Annotated[
         Path | None, options.option("--export", "Write activation_<layer>.pt into it.", file_okay=False)
     ] = None,
-    n_tokens: Annotated[
-        int | None, options.option("--tokens", "Most tokens of the text.", usual="all", min=1)
-    ] = None,
-    ray: options.RayAddress = None,
     json: options.Json = False,
-    *,
     watching: options.ObservationOptions,
 ) -> None:
     """Count how often neurons fire and experts are chosen over a text; without one, show the counts."""
@@ -69,10 +95,10 @@ def profile(
     check_target(target, store.shards(path))
     if export_to is not None:
         check_folder(export_to)
-    if ray is not None and file is None:
-        raise typer.BadParameter("it runs the text of -f; name that too.", param_hint="--ray")
-    parts: list[Profile] = [Profile.open(part) for part in merge or []]
-    new = file is not None or import_from is not None or bool(parts)
+    if counts.ray is not None and counts.file is None:
+        raise typer.BadParameter("it requires -f.", param_hint="--ray")
+    merged = [part.resolve() for part in counts.merge or []]
+    new = counts.file is not None or counts.import_from is not None or bool(merged)
     if not new:
         if not target.exists():
             raise ModelNotFoundError(
@@ -81,25 +107,12 @@ def profile(
         counted = Profile.open(target)
         _check_model(counted, path)
     else:
-        if output is None and target.exists() and target.resolve() not in [p.resolve() for p in merge or []]:
+        if output is None and target.exists() and target.resolve() not in merged:
             raise typer.BadParameter(
                 f"{target} exists: add to it with --merge {target}, or replace it with -o {target}.",
                 param_hint="-o",
             )
-        if import_from is not None:
-            parts.append(_imported(path, import_from, watching))
-        if file is not None:
-            text = read_text(file, "-f")
-            if not text.strip():
-                raise InvalidRequestError(f"the text in {file} is empty; give some to profile the model on")
-            if ray is None:
-                parts.append(_run(path, text, n_tokens, watching))
-            else:
-                name = options.name_everywhere(model, path)
-                parts.append(_run_on_ray(name, path, target, text, n_tokens, watching, ray))
-        counted = parts[0]
-        for part in parts[1:]:
-            counted = counted.merge(part)
+        counted = counts.counted(model, path, target, watching)
         _check_model(counted, path)
         counted.save(target)
     if export_to is not None:

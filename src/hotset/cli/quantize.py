@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,11 +24,10 @@ if TYPE_CHECKING:
     from hotset.formats.requantize import PlannedTensor
 
 
-def quantize(
-    source: Annotated[str, typer.Argument(metavar="IN", help="The model: a path or a name.")],
-    target: Annotated[
-        Path | None, typer.Argument(metavar="OUT.gguf", help="The file to write; not with --dry-run.")
-    ] = None,
+@dataclass(frozen=True, kw_only=True)
+class TypeOptions:
+    """Options for the types of the written matrices."""
+
     type: Annotated[
         str | None,
         options.option(
@@ -38,7 +38,7 @@ def quantize(
             kind=options.TENSOR_TYPE,
             usual="q4_0, or with --tensor-type the file's",
         ),
-    ] = None,
+    ] = None
     tensor_type: Annotated[
         list[str] | None,
         options.option(
@@ -46,16 +46,25 @@ def quantize(
             "Type of the matrices whose names match a regular expression; repeatable, the first wins.",
             metavar="PATTERN=TYPE",
         ),
-    ] = None,
+    ] = None
     allow_requantize: Annotated[
         bool, options.option("--allow-requantize", "Quantise matrices again that are already quantised.")
-    ] = False,
+    ] = False
     imatrix: Annotated[
         Path | None,
         options.option(
             "--imatrix", "Weigh errors by this file of 'hotset imatrix'.", exists=True, dir_okay=False
         ),
+    ] = None
+
+
+def quantize(
+    source: Annotated[str, typer.Argument(metavar="IN", help="The model: a path or a name.")],
+    target: Annotated[
+        Path | None, typer.Argument(metavar="OUT.gguf", help="The file to write; not with --dry-run.")
     ] = None,
+    *,
+    types: TypeOptions,
     dry_run: Annotated[bool, options.option("--dry-run", "Print types and sizes; write nothing.")] = False,
     n_threads: options.Threads = None,
     json: options.Json = False,
@@ -64,15 +73,13 @@ def quantize(
     path = resolve(source, download=False)
     if target is None and not dry_run:
         raise typer.BadParameter("name the file to write, or use --dry-run.", param_hint="OUT.gguf")
-    rules = tensor_type or []
-    type = type or (None if rules else "q4_0")
-    importance = None if imatrix is None else ImportanceMatrix.open(imatrix)
+    rules, again = types.tensor_type or [], types.allow_requantize
+    type = types.type or (None if rules else "q4_0")
+    importance = None if types.imatrix is None else ImportanceMatrix.open(types.imatrix)
     with open_gguf(path) as gguf:
         if target is not None:
             check_target(target, gguf.paths)
-        tensors = requantize.types_of(
-            gguf, type, rules, allow_requantize=allow_requantize, importance=importance
-        )
+        tensors = requantize.types_of(gguf, type, rules, allow_requantize=again, importance=importance)
         before, powerinfer = gguf.nbytes, gguf.dialect == "powerinfer"
     after = before + sum(planned.nbytes - planned.info.nbytes for planned in tensors)
     began = time.monotonic()
@@ -80,7 +87,7 @@ def quantize(
         assert target is not None
         with ProgressBar() as bar:
             requantize.quantize(
-                path, target, type, tensor_types=rules, allow_requantize=allow_requantize, imatrix=imatrix,
+                path, target, type, tensor_types=rules, allow_requantize=again, imatrix=types.imatrix,
                 n_threads=n_threads, progress=bar,
             )  # fmt: skip
         after = target.stat().st_size

@@ -69,7 +69,7 @@ def report(
     """Draw which neurons fire and which experts are chosen, as one HTML page."""
     kinds = list(dict.fromkeys(images or []))
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
-        raise typer.BadParameter(f"{output} must end with .html.", param_hint="-o")
+        raise typer.BadParameter(f"it must end with .html, not {output}.", param_hint="-o")
     drawn = not json or output is not None or bool(kinds)
     if drawn:
         require_matplotlib()  # before the work, not after it

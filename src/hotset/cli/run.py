@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,41 +56,52 @@ _WITHOUT_ANSWERS = ("embedding", "reranker")  # kinds of models
 _QUALITY_TOKENS = 128  # tokens on which --stats measures a predictor
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """Options for the prompt of an answer, and for the conversation before it."""
+
+    prompt_option: Annotated[str | None, typer.Option("--prompt", "-p", help="The same as PROMPT.")] = None
+    file: options.File = None
+    image: Annotated[
+        list[Path] | None,
+        options.option("--image", "An image for the prompt; repeatable.", exists=True, dir_okay=False),
+    ] = None
+    system: options.System = None
+    raw: options.Raw = False
+    parse_special: options.ParseSpecial = True
+    session: options.Session = None
+
+    def check(self) -> None:
+        """Raise BadParameter for options that exclude one another, and for a session that cannot be kept."""
+        if self.image and self.raw:
+            raise typer.BadParameter("it cannot be combined with --raw.", param_hint="--image")
+        if self.session is not None:
+            check_session(self.session)
+
+
 def run(
     model: options.OptionalModel = None,
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="The prompt; without one a terminal opens a chat.")
     ] = None,
-    prompt_option: Annotated[str | None, typer.Option("--prompt", "-p", help="The same as PROMPT.")] = None,
-    file: options.File = None,
-    image: Annotated[
-        list[Path] | None,
-        options.option("--image", "An image for the prompt; repeatable.", exists=True, dir_okay=False),
-    ] = None,
-    system: options.System = None,
-    raw: options.Raw = False,
-    parse_special: options.ParseSpecial = True,
+    *,
+    asking: PromptOptions,
     json: options.JsonAnswer = False,
     stats: options.Stats = False,
-    session: options.Session = None,
-    *,
     loading: options.AnswerOptions,
     sampling: options.SamplingOptions,
     scale: options.ScaleOptions,
 ) -> None:
     """Answer a prompt, or chat."""
     gc.set_threshold(_COLLECTED)
-    name, text = _arguments(model, prompt, prompt_option, file)
-    if image and raw:
-        raise typer.BadParameter("it needs the chat template, which --raw leaves out.", param_hint="--image")
+    name, text = _arguments(model, prompt, asking.prompt_option, asking.file)
+    asking.check()
     params = sampling.params()
     loading.check_cache_disk()
     settings = loading.settings(max_sequences=1)
-    if session is not None:
-        check_session(session)
     interactive = text is None
     if interactive and json:
-        raise typer.BadParameter("it needs a prompt.", param_hint="--json")
+        raise typer.BadParameter("it requires a prompt.", param_hint="--json")
     bar = ProgressBar()
     path = _find(name, interactive, bar)
 
@@ -99,7 +111,7 @@ def run(
         params = {**loaded.decided.sampling, **params}
         print_choice(loaded)
         print_memory(loaded)
-        kept = None if session is None else _open_session(loaded, session)
+        kept = None if asking.session is None else _open_session(loaded, asking.session)
         if text is None:
             from hotset.cli.chat import chat
 
@@ -108,14 +120,14 @@ def run(
                     return scale.load(name, resolve(name, download=False), settings, bar)
 
             chat(
-                loaded, system=system, raw=raw, params=params, parse_special=parse_special, session=kept,
-                another=another, images=image or (),
+                loaded, system=asking.system, raw=asking.raw, params=params,
+                parse_special=asking.parse_special, session=kept, another=another, images=asking.image or (),
             )  # fmt: skip
             return
-        asked = _messages(loaded, system, text, raw, image or ())
+        asked = _messages(loaded, asking.system, text, asking.raw, asking.image or ())
         if kept is not None:
             asked = kept.with_question(asked)
-        answer = _answer(loaded, asked, params, json, stats, parse_special=parse_special)
+        answer = _answer(loaded, asked, params, json, stats, parse_special=asking.parse_special)
         if kept is not None:
             said = [] if isinstance(asked, str) else [*asked, {"role": "assistant", "content": answer}]
             kept.save(said)
@@ -270,8 +282,9 @@ def _messages(
     if (raw or not has_template(model)) and not images:
         if system:
             raise typer.BadParameter(
-                "it needs a chat template, which "
-                + ("--raw leaves out." if raw else "this file does not have."),
+                "it cannot be combined with --raw."
+                if raw
+                else "it requires a chat template, and this file has none.",
                 param_hint="--system",
             )
         return text

@@ -139,18 +139,16 @@ class TextOptions:
     ] = None
 
 
-def sparsify(
-    model: options.ModelName,
-    target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The ReLU model to write.")],
-    adapters: Annotated[
-        Path | None, options.option("--adapters", "Only merge these finished adapters.", dir_okay=False)
-    ] = None,
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions:
+    """Options for the written model."""
+
     type: Annotated[
         str,
         options.option(
             "--type", "Type of the matrices that change; same: the original's.", kind=one_of(*MERGED_TYPES)
         ),
-    ] = "same",
+    ] = "same"
     imatrix: Annotated[
         Path | None,
         options.option(
@@ -159,7 +157,7 @@ def sparsify(
             exists=True,
             dir_okay=False,
         ),
-    ] = None,
+    ] = None
     sampling: Annotated[
         list[str] | None,
         options.option(
@@ -168,40 +166,51 @@ def sparsify(
             usual="repetition_penalty=1.1",
             metavar="NAME=VALUE",
         ),
-    ] = None,
-    *,
-    training: AdapterOptions,
-    texts: TextOptions,
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRunOptions:
+    """Options for the run of a training, which can be continued."""
+
     work: Annotated[
         Path | None, options.option("--work", "Folder of the run.", _RUN, usual="OUT.sparsify")
+    ] = None
+    eval_every: Annotated[int, options.option("--eval-every", "Steps between evaluations.", _RUN, min=1)] = 50
+    save_every: Annotated[int, options.option("--save-every", "Steps between checkpoints.", _RUN, min=1)] = 25
+    device: options.DeviceNames = "auto"
+    n_threads: options.Threads = None
+
+
+def sparsify(
+    model: options.ModelName,
+    target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The ReLU model to write.")],
+    adapters: Annotated[
+        Path | None, options.option("--adapters", "Only merge these finished adapters.", dir_okay=False)
     ] = None,
-    eval_every: Annotated[
-        int, options.option("--eval-every", "Steps between evaluations.", _RUN, min=1)
-    ] = 50,
-    save_every: Annotated[
-        int, options.option("--save-every", "Steps between checkpoints.", _RUN, min=1)
-    ] = 25,
-    device: options.DeviceNames = "auto",
-    n_threads: options.Threads = None,
+    *,
+    merging: MergeOptions,
+    training: AdapterOptions,
+    texts: TextOptions,
+    runs: TrainingRunOptions,
     json: options.Json = False,
 ) -> None:
     """Turn a SiLU model into a ReLU one by distillation, or merge adapters that did."""
     check_target(target)
-    recommends = _sampling(sampling or ["repetition_penalty=1.1"])
-    folder = work or target.with_suffix(".sparsify")
+    recommends = _sampling(merging.sampling or ["repetition_penalty=1.1"])
+    folder = runs.work or target.with_suffix(".sparsify")
     check_folder(folder)
     last: Evaluation | None = None
     is_first = True
     with contextlib.ExitStack() as stack:
         path = _source(model, folder, stack)
         if adapters is None:
-            run, is_first = _open(
-                path, folder, stack, training, texts, device_names(device or "auto"), n_threads
-            )
-            last = _train(run, eval_every, save_every, show=is_first)
+            device = device_names(runs.device or "auto")
+            run, is_first = _open(path, folder, stack, training, texts, device, runs.n_threads)
+            last = _train(run, runs.eval_every, runs.save_every, show=is_first)
             adapters = folder / "adapters.safetensors"
         if is_first:
-            _merge(path, adapters, target, type, recommends, imatrix)
+            _merge(path, adapters, target, merging.type, recommends, merging.imatrix)
             if json:
                 print_json(
                     {

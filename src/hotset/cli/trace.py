@@ -52,19 +52,17 @@ def trace(
         int | None, options.option("--tokens", "Most tokens of the text.", usual="all", min=2)
     ] = None,
     json: options.Json = False,
-    sparsity: options.Sparsity = None,
-    predictor: options.Predictor = None,
     *,
-    watching: options.ObservationOptions,
+    watching: options.TraceOptions,
 ) -> None:
     """Record which experts or neurons the tokens of a text need (MODEL -f TEXT), or replay it (--replay)."""
     if replay is not None:
         if model is not None or file is not None or output is not None:
-            raise typer.BadParameter("it takes a trace, and no model, -f or -o.", param_hint="--replay")
+            raise typer.BadParameter("it cannot be combined with MODEL, -f or -o.", param_hint="--replay")
         _replay(replay, rows or [], json)
         return
     if rows:
-        raise typer.BadParameter("it is for --replay.", param_hint="--rows")
+        raise typer.BadParameter("it requires --replay.", param_hint="--rows")
     if model is None or file is None:
         raise typer.BadParameter("name a model and a text (MODEL -f TEXT), or a trace (--replay FILE).")
     with ProgressBar() as bar:
@@ -79,7 +77,7 @@ def trace(
     text = read_text(file, "-f")
     if not text.strip():
         raise InvalidRequestError(f"the text in {file} is empty; give some to trace the model on")
-    traced = record_text(path, text, n_tokens, watching, sparsity, predictor)
+    traced = record_text(path, text, n_tokens, watching)
     traced.save(target)
     if json:
         print_json(_facts(traced) | {"path": str(target)})
@@ -88,18 +86,11 @@ def trace(
     say(f"Replay it with: hotset sparse trace --replay {target}")
 
 
-def record_text(
-    path: Path,
-    text: str,
-    n_tokens: int | None,
-    watching: options.ObservationOptions,
-    sparsity: str | None,
-    predictor: str | None,
-) -> Trace:
+def record_text(path: Path, text: str, n_tokens: int | None, watching: options.TraceOptions) -> Trace:
     """Return the trace of a text in the mode that `run` would choose, in sequences as `profile` has them."""
     with ProgressBar() as bar:
         opened = open_model(path, watching.settings(progress=bar))
-        with load_opened(opened.with_settings(sparsity=sparsity, predictor=predictor)) as loaded:
+        with load_opened(opened) as loaded:
             if loaded.sparsity.mode == "dense" and not loaded.config.has_experts:
                 raise InvalidRequestError(
                     f"every token needs every neuron ({loaded.sparsity.reason}), and there are no experts: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,6 +60,10 @@ class TrainOptions:
     jobs: Annotated[
         int | None, options.option("--jobs", "Layers side by side.", usual="one per core", min=1)
     ] = None
+    keep: Annotated[
+        bool, options.option("--keep", "Keep pairs and checkpoints, to continue with other targets.")
+    ] = False
+    n_threads: options.Threads = None
 
     def settings(self) -> PredictorSettings:
         """Return the settings of the training."""
@@ -78,6 +82,8 @@ class TrainOptions:
             schedule=Schedule(epochs=self.epochs, learning_rate=self.learning_rate),
             device=device_names(self.device or "cpu"),
             jobs=self.jobs,
+            keep=self.keep,
+            n_threads=self.n_threads,
         )
 
 
@@ -100,10 +106,6 @@ def train_predictor(
     ] = None,
     *,
     training: TrainOptions,
-    keep: Annotated[
-        bool, options.option("--keep", "Keep pairs and checkpoints, to continue with other targets.")
-    ] = False,
-    n_threads: options.Threads = None,
     activation: options.Activation = None,
     json: options.Json = False,
 ) -> None:
@@ -114,7 +116,7 @@ def train_predictor(
         if error.name != "torch":
             raise
         raise HotsetError(f"training needs PyTorch; install it with: {install_command('train')}") from None
-    settings = replace(training.settings(), n_threads=n_threads, keep=keep)
+    settings = training.settings()
     texts = [read_text(path, "-f") for path in file]
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)

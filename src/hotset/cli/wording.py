@@ -39,6 +39,23 @@ def option_of(name: str) -> str | None:
     return _of_subcommand.get(name) or _TABLES.get(name)
 
 
+def usage_message(error: Any) -> str:
+    """Return the message of an exception of typer about wrong usage.
+
+    A message about a value begins with its option or argument, which may be "it" in the exception's text.
+    """
+    hint, text = getattr(error, "param_hint", None), str(error.message).removesuffix(".")
+    if hint is None and (option := getattr(error, "param", None)) is not None and text:
+        hint = option.opts[0] if option.param_type_name == "option" else option.human_readable_name
+    if hint is None:
+        command = error.ctx.command_path if error.ctx is not None else "hotset"
+        said = error.format_message()
+        return f"{said if said.endswith(('.', '?')) else f'{said}.'} '{command} -h' shows the usage"
+    if text.startswith("it "):
+        return f"{hint} {text.removeprefix('it ')}"
+    return text if hint in text else f"{hint}: {text}"
+
+
 def in_options(message: str) -> str:
     """Return a message of the library with options in place of Python's names."""
     return message if _OF_A_FILE.search(message) else _NAMED.sub(_spelled, message)

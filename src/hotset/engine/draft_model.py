@@ -68,7 +68,7 @@ def draw(draft: Draft, sampler: Sampler, row: np.ndarray, largest: np.ndarray | 
 
 
 @dataclass(slots=True)
-class _Followed:
+class _DraftState:
     """A sequence's state in the draft model.
 
     tokens: computed tokens, cached in `blocks`. n_checked: how many of them are known to match the sequence.
@@ -85,7 +85,7 @@ class _Round:
     """A sequence of one call: the tokens still to compute, and the tokens drafted for it."""
 
     sequence: Sequence
-    own: _Followed
+    own: _DraftState
     n: int
     missing: list[int]
     sampler: Sampler
@@ -133,7 +133,7 @@ class ModelDrafter(OfModel):
     def reset(self) -> None:
         self._pool = BlockPool(self._backend.n_blocks)
         self._slots = list(range(len(self._table)))
-        self._followed: dict[Sequence, _Followed] = {}
+        self._followed: dict[Sequence, _DraftState] = {}
 
     def forget(self, sequence: Sequence) -> None:
         own = self._followed.pop(sequence, None)
@@ -169,7 +169,7 @@ class ModelDrafter(OfModel):
         if own is None:
             if not self._slots:
                 return None
-            own = self._followed[sequence] = _Followed(self._slots.pop())
+            own = self._followed[sequence] = _DraftState(self._slots.pop())
         same = own.n_checked
         while same < min(len(own.tokens), len(sequence.tokens)) and own.tokens[same] == sequence.tokens[same]:
             same += 1
@@ -185,7 +185,7 @@ class ModelDrafter(OfModel):
             return None
         return _Round(sequence, own, n, missing, sequence.sampler.clone(), Draft([], []))
 
-    def _grow(self, own: _Followed, n: int) -> bool:
+    def _grow(self, own: _DraftState, n: int) -> bool:
         """Allocate blocks for n tokens; return False if there are not enough."""
         while len(own.blocks) * BLOCK_SIZE < n:
             block = self._pool.allocate()

@@ -37,7 +37,7 @@ from hotset.engine.sampler import (
     row_logprobs,
     token_logprobs,
 )
-from hotset.engine.scheduler import Chunks, Scheduler, prefix_of
+from hotset.engine.scheduler import Chunks, Scheduler, StepLimits, prefix_of
 from hotset.engine.sequence import FinishReason, Owner, Sequence
 from hotset.engine.speculation import Speculator
 from hotset.errors import (
@@ -154,11 +154,11 @@ class Engine:
         self.step_stats: StepStats | None = None
         self.latest_error: Exception | None = None  # that ended a sequence
         self._counted = Counters()
+        limits = StepLimits(max_sequences, max_blocks, max_batch, prompt_seconds, whole_texts=is_encoder)
         self.scheduler = Scheduler(
-            backend, max_sequences, max_blocks, max_batch, prompt_seconds, traits.flops, self._counted,
-            whole_texts=is_encoder,
+            backend, limits, self._counted, flops=traits.flops, speculator=speculator,
+            prompt_cache=prompt_cache,
         )  # fmt: skip
-        self.scheduler.speculator, self.scheduler.prompt_cache = speculator, prompt_cache
         self.slots: dict[int, Prefix] | None = None  # see `keep_slots`
         self.default_adapters = NO_ADAPTERS  # of sequences that choose none
         reader = None if speculator is None else speculator.reader

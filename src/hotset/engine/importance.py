@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _MatrixInput:
     """A value of the graph that is the input of matrices.
 
     route: the value that holds a token's expert ids; None: the matrices apply to every token. n_parts: parts
@@ -74,16 +74,16 @@ def collect(
     return ImportanceMatrix(inputs, (dataset,) if dataset else (), len(tokens), tokens.shape[1])
 
 
-def _sources(graph: Graph, output: bool) -> dict[_Source, _Sums]:
-    found: dict[_Source, _Sums] = {}
+def _sources(graph: Graph, output: bool) -> dict[_MatrixInput, _Sums]:
+    found: dict[_MatrixInput, _Sums] = {}
     for op in graph.primitives:
         tensors: tuple[str, ...]
         if isinstance(op, Linear | TransposedLinear):
-            source, tensors = _Source(op.x.name), (by_output(op.weight),)
+            source, tensors = _MatrixInput(op.x.name), (by_output(op.weight),)
         elif isinstance(op, ExpertLinear | ExpertSum):
             of_parts = isinstance(op, ExpertSum) or op.of_parts
             n_parts = op.n_used if of_parts else 1
-            source = _Source(op.x.name, op.route.name, op.n_expert, op.n_used, n_parts)
+            source = _MatrixInput(op.x.name, op.route.name, op.n_expert, op.n_used, n_parts)
             tensors = tuple(map(by_output, op.weights))
         else:
             continue
@@ -95,7 +95,7 @@ def _sources(graph: Graph, output: bool) -> dict[_Source, _Sums]:
     return found
 
 
-def _add(so_far: _Sums, source: _Source, values: Mapping[str, np.ndarray]) -> None:
+def _add(so_far: _Sums, source: _MatrixInput, values: Mapping[str, np.ndarray]) -> None:
     x = values[source.name]
     squares = np.square(x, dtype=np.float64)
     if source.route is None:

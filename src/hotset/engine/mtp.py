@@ -29,7 +29,7 @@ Rows = np.ndarray  # float32 [n, n_embd]
 
 
 @dataclass(slots=True)
-class _Followed:
+class _MtpState:
     """A followed sequence.
 
     blocks: the identity of its block list, which changes when it takes over blocks. n_entries: tokens that
@@ -57,14 +57,14 @@ class _Followed:
 class _Reading:
     """Work of the layer in one call: tokens of a sequence from `start` on, and the states before them."""
 
-    own: _Followed
+    own: _MtpState
     tokens: list[int]
     start: int
     hidden: Rows
 
 
 @dataclass(slots=True)
-class _Drafting:
+class _MtpDraft:
     """A sequence of one call: the layer's next work, and a draft of at most n tokens."""
 
     reading: _Reading
@@ -90,7 +90,7 @@ class MtpDrafter(OfModel):
         self._layer, self.reads, self._normed = layer, reads, normed
         assert layer.entering is not None
         self._ends = np.zeros((layer.n_blocks, layer.entering.width), np.float32)  # states after each block
-        self._followed: dict[Sequence, _Followed] = {}
+        self._followed: dict[Sequence, _MtpState] = {}
 
     def reset(self) -> None:
         """Forget every sequence."""
@@ -121,17 +121,17 @@ class MtpDrafter(OfModel):
                 due.append((own, sequence, end))
         self._catch_up(due)
 
-    def _follow(self, sequence: Sequence) -> _Followed:
+    def _follow(self, sequence: Sequence) -> _MtpState:
         """Return a sequence's record. After admission or a takeover of blocks, start it from the blocks."""
         own, start, blocks = self._followed.get(sequence), sequence.n_computed, sequence.blocks
         if own is not None and own.blocks is blocks:
             return own
         assert start % BLOCK_SIZE == 0, "a sequence starts and resumes at the start of a block"
         hidden = self._ends[blocks[start // BLOCK_SIZE - 1]][None] if start else self._ends[:0]
-        own = self._followed[sequence] = _Followed(blocks, max(start, 1), max(start - 1, 0), hidden.copy())
+        own = self._followed[sequence] = _MtpState(blocks, max(start, 1), max(start - 1, 0), hidden.copy())
         return own
 
-    def _catch_up(self, due: list[tuple[_Followed, Sequence, int]]) -> None:
+    def _catch_up(self, due: list[tuple[_MtpState, Sequence, int]]) -> None:
         """Compute the layer for the tokens of some sequences up to an end, including drafted tokens."""
         readings: list[_Reading] = []
         left = self._layer.max_batch
@@ -176,7 +176,7 @@ class MtpDrafter(OfModel):
     def draft(self, wanted: Many[tuple[Sequence, int]]) -> list[Draft]:
         """Draft tokens, as described in Drafter. A draft ends where the sequence's last block ends."""
         drafts = [Draft([], []) for _ in wanted]
-        active: list[_Drafting] = []
+        active: list[_MtpDraft] = []
         left = self._layer.max_batch
         for (sequence, n), draft in zip(wanted, drafts, strict=True):
             own, length = self._follow(sequence), len(sequence.tokens)
@@ -187,7 +187,7 @@ class MtpDrafter(OfModel):
             left -= length - start
             assert sequence.sampler is not None
             reading = _Reading(own, sequence.tokens[start:], start, own.before(start, length))
-            active.append(_Drafting(reading, n, draft, sequence.sampler.clone()))
+            active.append(_MtpDraft(reading, n, draft, sequence.sampler.clone()))
         try:
             while active:
                 active = self._go_on(active)
@@ -195,7 +195,7 @@ class MtpDrafter(OfModel):
             pass  # keep the tokens drafted so far
         return drafts
 
-    def _go_on(self, active: list[_Drafting]) -> list[_Drafting]:
+    def _go_on(self, active: list[_MtpDraft]) -> list[_MtpDraft]:
         """Draft one token of each, and return the entries that need more."""
         begun = time.perf_counter()
         logits, hidden = self._read([each.reading for each in active], draws=True)

@@ -129,7 +129,8 @@ class SamplingParams(ParameterFields):
             object.__setattr__(self, name, value)
         given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
         if len(given) > 1:
-            raise InvalidRequestError(f"{' and '.join(given)} cannot be combined; give one of them")
+            names = " and ".join(f"`{name}`" for name in given)
+            raise InvalidRequestError(f"{names} cannot be combined; give one of them")
 
     @property
     def form(self) -> tuple[str, str] | None:

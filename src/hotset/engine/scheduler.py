@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from hotset.backends.base import BLOCK_SIZE, Backend, CacheMemory
 from hotset.engine.blocks import BlockReading, Blocks, Prefix
 from hotset.engine.counters import Counters
 from hotset.engine.kv_cache import BlockPool, n_unthresholded_in_block, root_of
-from hotset.engine.pacing import PrefillBudget, PrefillChunk, divide, weigher
+from hotset.engine.pacing import PROMPT_SECONDS, PrefillBudget, PrefillChunk, divide, weigher
 from hotset.engine.queue import WaitingQueue
 from hotset.engine.sequence import Sequence
 from hotset.engine.speculation import Speculator
@@ -37,34 +38,45 @@ MAX_LOGITS_BYTES = 64 << 20  # of logits that one step passes to `on_logits`
 Chunks = list[tuple[Sequence, int]]  # sequences of a step, and how many tokens of each
 
 
+@dataclass(frozen=True)
+class StepLimits:
+    """The limits of steps.
+
+    max_sequences, max_blocks: rows and columns of the block table. max_batch: tokens of a step.
+    prompt_seconds: as in Engine. whole_texts: compute each text in one step, because its tokens attend to
+    later ones.
+    """
+
+    max_sequences: int
+    max_blocks: int
+    max_batch: int
+    prompt_seconds: float = PROMPT_SECONDS
+    whole_texts: bool = False
+
+
 class Scheduler:
     """The running and waiting sequences, and their blocks, slots and recurrent states.
 
-    max_sequences, max_blocks: rows and columns of the block table. max_batch: tokens of a step.
-    prompt_seconds, flops: as in Engine. counted: counters to update. whole_texts: compute each text in one
-    step, because its tokens attend to later ones.
+    counted: counters to update. flops: as in ModelTraits.
     """
 
     def __init__(
         self,
         backend: Backend,
-        max_sequences: int,
-        max_blocks: int,
-        max_batch: int,
-        prompt_seconds: float,
-        flops: Callable[[float], float] | None,
+        limits: StepLimits,
         counted: Counters,
         *,
-        whole_texts: bool = False,
+        flops: Callable[[float], float] | None = None,
+        speculator: Speculator | None = None,
+        prompt_cache: PromptCache | None = None,
     ) -> None:
-        self._backend, self._max_batch, self._counted = backend, max_batch, counted
-        self.speculator: Speculator | None = None  # set by the engine
-        self.prompt_cache: PromptCache | None = None  # set by the engine
+        self._backend, self._limits, self._counted = backend, limits, counted
+        self.speculator, self.prompt_cache = speculator, prompt_cache
         self._max_outputs = max(1, MAX_LOGITS_BYTES // (4 * backend.n_vocab))
-        self.max_sequences, self._whole_texts = max_sequences, whole_texts
-        self.block_tables = np.full((max_sequences, max_blocks), -1, np.int32)  # by slot
+        self.block_tables = np.full((limits.max_sequences, limits.max_blocks), -1, np.int32)  # by slot
         # With one sequence at a time, nothing waits for the end of a step.
-        self.prefill_budget = PrefillBudget(math.inf if max_sequences == 1 else prompt_seconds)
+        is_single = limits.max_sequences == 1
+        self.prefill_budget = PrefillBudget(math.inf if is_single else limits.prompt_seconds)
         self.weight = weigher(flops)
         self.reset()
 
@@ -74,7 +86,7 @@ class Scheduler:
         self._lent_states: list[int] = []
         self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.running: list[Sequence] = []  # oldest first; the last one is preempted when blocks run out
-        self.free_slots = list(range(self.max_sequences - 1, -1, -1))
+        self.free_slots = list(range(self._limits.max_sequences - 1, -1, -1))
         self.block_tables[:] = -1
 
     def empty_cache(self) -> None:
@@ -100,7 +112,7 @@ class Scheduler:
         """
         if self.waiting:
             self._admit()
-        budget = self._max_batch
+        budget = self._limits.max_batch
         chunks: Chunks = []
         prompts: list[Sequence] = []
         coming: set[tuple[int, int, tuple[int, ...]]] = set()  # blocks that this step fills
@@ -118,7 +130,7 @@ class Scheduler:
         share = self.prefill_budget.mixed if chunks else self.prefill_budget.pure
         of_row = self.prefill_budget.of_row(len(chunks))
         missing = [PrefillChunk(each.n_missing, self._weight_of(each, of_row)) for each in prompts]
-        given = self._whole(missing, budget) if self._whole_texts else divide(missing, share, budget)
+        given = self._whole(missing, budget) if self._limits.whole_texts else divide(missing, share, budget)
         given = _uncut(prompts, given, budget)
         for sequence, n in zip(prompts, given, strict=True):
             if sequence.on_logits:  # the step returns whole rows of logits: bound their memory
@@ -144,7 +156,9 @@ class Scheduler:
             sequence.draft = []  # drop the draft of a cancelled step
         n_tokens = sum(n for _, n in chunks)
         wanted = []
-        left = min(self._max_batch - n_tokens, self._max_outputs - sum(each.n_rows(n) for each, n in chunks))
+        left = min(
+            self._limits.max_batch - n_tokens, self._max_outputs - sum(each.n_rows(n) for each, n in chunks)
+        )
         may_grow = self.pool.n_available >= len(self.running)  # a draft needs at most one more block
         for sequence, n in chunks:
             if sequence.sampler is None or n != 1 or sequence.n_missing != 1:

@@ -150,7 +150,7 @@ class Acceptance:
 
 
 @dataclass(slots=True)
-class _Drafting:
+class _Drafted:
     """A sequence that gets drafts.
 
     classes: of its draft in flight. overall: its acceptance over all classes. waited: tokens since one of its
@@ -174,7 +174,7 @@ class Speculator:
         self.drafter, self.n_most, self.reader = drafter, n_most, reader
         self.step_times = StepTimes()
         self._all, self._overall = Acceptance(), Acceptance()
-        self._sequences: dict[Sequence, _Drafting] = {}
+        self._sequences: dict[Sequence, _Drafted] = {}
         self._n_since_plain = 0  # steps with drafts since the latest one without
 
     def reset(self) -> None:
@@ -200,7 +200,7 @@ class Speculator:
         for sequence, n in wanted:
             own = self._sequences.get(sequence)
             if own is None:
-                own = _Drafting(Acceptance(self._all), Acceptance(self._overall))
+                own = _Drafted(Acceptance(self._all), Acceptance(self._overall))
                 self._sequences[sequence] = own
             own.classes = []
             of_sequences.append((sequence, own, min(n, self.n_most)))
@@ -226,10 +226,10 @@ class Speculator:
         self._n_since_plain = 0 if wanted else self._n_since_plain + 1
         return wanted
 
-    def _probed(self, own: _Drafting) -> int:
+    def _probed(self, own: _Drafted) -> int:
         return 1 if own.waited >= own.patience else 0
 
-    def _worth_drafting(self, sequences: list[_Drafting], n_tokens: int) -> int:
+    def _worth_drafting(self, sequences: list[_Drafted], n_tokens: int) -> int:
         """Return how many tokens to draft per sequence, from their acceptance and the cost of drafting."""
         per_token = self.drafter.seconds_per_token
         if not per_token or not sequences:
@@ -243,7 +243,7 @@ class Speculator:
                 best, best_rate = n, tokens / seconds
         return best
 
-    def _choose(self, drafts: list[tuple[Sequence, _Drafting, Draft]], n_tokens: int) -> None:
+    def _choose(self, drafts: list[tuple[Sequence, _Drafted, Draft]], n_tokens: int) -> None:
         """Keep the drafted tokens that maximise the step's expected tokens per second.
 
         A token counts with the probability that it and all tokens before it are right. The likeliest are

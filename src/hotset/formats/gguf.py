@@ -224,7 +224,7 @@ class _Cursor:
 
 
 @dataclass
-class _Shard:
+class _MappedShard:
     """A mapped file: its map and its header, with offsets from the start of the file."""
 
     path: Path
@@ -248,7 +248,7 @@ def _map_file(path: Path) -> MappedFile:
         raise FormatError(f"{path} cannot be mapped: {getattr(error, 'strerror', None) or error}.") from None
 
 
-def _read_shard(path: Path, index: int) -> _Shard:
+def _read_shard(path: Path, index: int) -> _MappedShard:
     buffer = _map_file(path)
     try:
         shard = _parse(buffer, path, index)
@@ -265,7 +265,7 @@ def _read_shard(path: Path, index: int) -> _Shard:
     return shard
 
 
-def _parse(buffer: MappedFile, path: Path, index: int) -> _Shard:
+def _parse(buffer: MappedFile, path: Path, index: int) -> _MappedShard:
     cursor = _Cursor(buffer, path)
     magic = cursor.buffer[:4]
     dialect = MAGICS.get(magic)
@@ -301,7 +301,7 @@ def _parse(buffer: MappedFile, path: Path, index: int) -> _Shard:
     data_start = -(-cursor.pos // alignment) * alignment
     tensors = [_place(cursor, info, data_start, alignment) for info in infos]
     _check_overlap(cursor, tensors)
-    return _Shard(path, buffer, version, dialect, metadata, types, tensors)
+    return _MappedShard(path, buffer, version, dialect, metadata, types, tensors)
 
 
 def _read_tensor_info(cursor: _Cursor, index: int) -> TensorInfo:
@@ -361,7 +361,7 @@ class GGUFFile:
     call it after reading.
     """
 
-    def __init__(self, shards: list[_Shard]) -> None:
+    def __init__(self, shards: list[_MappedShard]) -> None:
         first = shards[0]
         self.path = first.path
         self.paths = [shard.path for shard in shards]
@@ -511,7 +511,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
         raise
 
 
-def _split(shard: _Shard, key: str, default: int) -> int:
+def _split(shard: _MappedShard, key: str, default: int) -> int:
     """Return a key of the split; a hostile file may have any type, and an array cannot be compared."""
     value = shard.metadata.get(f"split.{key}", default)
     if not isinstance(value, int) or value < 0:
@@ -519,7 +519,7 @@ def _split(shard: _Shard, key: str, default: int) -> int:
     return value
 
 
-def _read_siblings(opened: _Shard) -> list[_Shard]:
+def _read_siblings(opened: _MappedShard) -> list[_MappedShard]:
     """Return all shards of the model of `opened`, in order."""
     path, n_shards = opened.path, _split(opened, "count", 1)
     opened.buffer.close()
@@ -529,7 +529,7 @@ def _read_siblings(opened: _Shard) -> list[_Shard]:
             f"{path} is one of {n_shards} shards, but its name is not; restore the names of all of them "
             f"(<name>-00001-of-{n_shards:05d}.gguf) in one folder."
         )
-    shards: list[_Shard] = []
+    shards: list[_MappedShard] = []
     try:
         for i in range(n_shards):
             sibling = path.with_name(f"{match['stem']}-{i + 1:05d}-of-{n_shards:05d}.gguf")

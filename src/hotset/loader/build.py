@@ -59,7 +59,8 @@ from hotset.model.supported import read_config
 from hotset.parameters import shown
 from hotset.placement import detect
 from hotset.settings import LoadSettings, ModelPath
-from hotset.sparsity.modes import Choice, Computes, choose, open_channels, prepare
+from hotset.sparsity.modes import Choice, choose
+from hotset.sparsity.preparing import Computes, open_channels, prepare
 from hotset.sparsity.profile import Profile, profile_path
 from hotset.sparsity.sidecar import fingerprint
 from hotset.sparsity.taps import MAX_SEQUENCE, of_backend

@@ -28,7 +28,8 @@ from hotset.model.operations import Attention, Indexer
 from hotset.model.predictor import Predictor
 from hotset.offload.weight_store import Use, sizes_of
 from hotset.settings import LoadSettings
-from hotset.sparsity.modes import Choice, Prepared
+from hotset.sparsity.modes import Choice
+from hotset.sparsity.preparing import Prepared
 from hotset.sparsity.thresholds import Thresholds
 from hotset.units import human_size
 

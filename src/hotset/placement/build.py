@@ -7,7 +7,7 @@ Layers may be placed in any order; solver.py explains why the solver puts the CP
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,6 +25,7 @@ from hotset.placement.budget import MemoryBudget
 from hotset.placement.table import CPU, Placement
 
 if TYPE_CHECKING:
+    from hotset.offload.weight_store import StoredWeights
     from hotset.placement.channels import ChannelPlan
 
 
@@ -46,6 +47,28 @@ class Opener(Protocol):
         """Return the peak bytes of the device's allocator; 0 if it has no reserve."""
         ...
 
+    def software_bytes(self, devices: Sequence[str]) -> int:
+        """Return the bytes of host memory for loaded kernels, and for memory that drivers pin.
+
+        A backend with the capability ram_budget has this method and the next one.
+        """
+        ...
+
+    def host_workspace(
+        self, placement: Placement, weights: StoredWeights, graph: Graph, options: BackendOptions
+    ) -> int:
+        """Return the bytes of host memory that a placement takes in addition to weights and caches.
+
+        weights: an empty store.
+        """
+        ...
+
+
+def opener_of(placement: Placement) -> Opener:
+    """Return the opener of the backend of a placement."""
+    opener: Opener = plugin_of(placement.devices[0], "opening")
+    return opener
+
 
 def open_placed(
     placement: Placement,
@@ -63,9 +86,8 @@ def open_placed(
     Raises OutOfMemoryError, which names a smaller budget, if a device has less memory than was planned;
     DeviceError, UnsupportedModelError.
     """
-    opener: Opener = plugin_of(placement.devices[0], "opening")
     try:
-        return opener.open_placed(placement, weights, graph, options, channels)
+        return opener_of(placement).open_placed(placement, weights, graph, options, channels)
     except OutOfMemoryError as error:
         raise OutOfMemoryError(f"{error}; {smaller_plan(placement)}") from None
 

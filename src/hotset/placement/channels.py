@@ -217,12 +217,14 @@ def plan_channels(
     CPU computes the experts. copies: whether there is room for input-major copies.
     """
     threshold_of = thresholds_by_value(graph)
-    thresholded_ffns = [ffn for ffn in graph.ffns if ffn.gate_threshold is not None]
     gains: dict[str, ChannelGain] = {}
+
+    def is_own(layer: int) -> bool:
+        return layers is None or layer in layers
+
     for op in thresholded_products(graph):
         info = tensors[op.weight]
-        is_another_s = layers is not None and op.layer not in layers
-        if not copies or not can_be_input_major(info) or is_another_s:
+        if not (copies and can_be_input_major(info) and is_own(op.layer)):
             continue
         codes, scales = copy_bytes(info)
         kept = thresholds.kept(op.layer, threshold_of[op.x])
@@ -230,14 +232,14 @@ def plan_channels(
         gain = _gain(op.weight, kept, False, info.nbytes, read, rates[MatrixKind.of(info)])
         gains[op.weight] = replace(gain, kept_s=gain.kept_s + _LIST_S * op.x.width)
     whole = set()
-    for ffn in thresholded_ffns:
-        up, kept = ffn.up, thresholds.kept(ffn.layer, "gate")
-        is_another_s = layers is not None and ffn.layer not in layers and ffn.route is None
-        if kept is None or ffn.gate is None or is_another_s:
+    for ffn in graph.ffns:
+        kept = thresholds.kept(ffn.layer, "gate")
+        is_computed = is_own(ffn.layer) or ffn.route is not None
+        if ffn.gate_threshold is None or ffn.gate is None or kept is None or not is_computed:
             continue
         name = ffn.up_tensor
         own = rates[MatrixKind.of(tensors[name])]
-        n_bytes = up.matrix_bytes(tensors)  # for MoE layers, of one token's experts
+        n_bytes = ffn.up.matrix_bytes(tensors)  # for MoE layers, of one token's experts
         neuron_major = _gain(name, kept, True, n_bytes, kept * n_bytes, own)
         split_s = _SPLIT * 2 * n_bytes / own.rows
         neuron_major = replace(neuron_major, kept_s=neuron_major.kept_s + split_s)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from hotset.backends.registry import SIMULATED, plugin_of
+from hotset.backends.registry import plugin_of
 from hotset.placement.budget import FFNMode, ModelFacts
 from hotset.placement.solver import place_index, rebuild, solve
 from hotset.placement.table import Device, DeviceRates, Placement, Rates
@@ -134,14 +134,7 @@ def place(facts: PlacementFacts, known: Solution | None = None) -> Placement:
 
 def _notes(facts: PlacementFacts) -> list[str]:
     """Return the messages about the facts. The messages about the solution follow them."""
-    notes = [note for note in (_experts_in_files(facts), facts.hotness) if note is not None]
-    if any(device.name == SIMULATED for device in facts.devices):
-        notes.insert(
-            0,
-            "the simulated GPU makes nothing faster: PyTorch computes its part on the CPU; the plan is that "
-            "of a desktop with a GPU of 500 GB/s",
-        )
-    notes += facts.notes
+    notes = [*facts.notes, *(note for note in (_experts_in_files(facts), facts.hotness) if note is not None)]
     return notes + [f"for {card}: its rates follow from its data sheet" for card in facts.cards]
 
 

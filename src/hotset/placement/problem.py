@@ -456,11 +456,11 @@ class PlacementProblem:
         )
 
     def _pinned_bytes(self, candidate: Candidate, fetches: set[int]) -> int:
-        """Return the bytes of experts that CUDA devices read from host memory."""
+        """Return the bytes of experts that devices read in pinned host memory."""
         return sum(
             layer.n_experts * layer.expert_bytes
             for layer, place in zip(self.facts.layers, candidate, strict=True)
-            if place.device in fetches and layer.is_cached and self.devices[place.device].name[:4] == "cuda"
+            if place.device in fetches and layer.is_cached and self.devices[place.device].pins
         )
 
     def _host_bytes(self, candidate: Candidate) -> int:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.backends.cpu.backend import CpuBackend
-from hotset.backends.registry import SIMULATED, plugin_of
 from hotset.backends.stage import BackendOptions
 from hotset.errors import OutOfMemoryError
 from hotset.formats.overlay import Overlay
@@ -22,7 +21,7 @@ from hotset.memory import own_memory
 from hotset.model.graph import Graph
 from hotset.offload.weight_store import STEP, Sizes, StoredWeights, Use, share_out, sizes_of
 from hotset.placement.budget import MemoryBudget
-from hotset.placement.build import host_part
+from hotset.placement.build import host_part, opener_of
 from hotset.placement.disk import DiskRates
 from hotset.units import human_size
 
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 PROGRAM = 48 << 20  # bytes that the program takes after loading a model, for answers and templates
 _PER_TOKEN = 800  # bytes of the tokenizer per vocabulary entry
-_OF_DEVICES = 384 << 20  # for a real device: compiled and loaded kernels, and memory that the driver pins
 _GIB = 1 << 30
 
 
@@ -106,7 +104,7 @@ class HostMemory:
         self._weights.let_go()
         program = own_memory() + PROGRAM + self._whole.result.width * _PER_TOKEN
         devices = () if self._placement is None else self._placement.devices
-        program += _OF_DEVICES if {*devices} - {SIMULATED} else 0
+        program += opener_of(self._placement).software_bytes(devices) if self._placement is not None else 0
         max_batch = self._settings.max_batch
         step = min(max_batch, self._use.step)
         workspace = self._workspace(disk, sizes, step, sizes.least_of_all)
@@ -154,8 +152,7 @@ class HostMemory:
             max_batch=max_batch, sparse=self._use.sparse, n_threads=self._settings.n_threads,
         )  # fmt: skip
         if self._placement is not None:
-            opening = plugin_of(self._placement.devices[0], "opening")
-            taken: int = opening.host_workspace(self._placement, empty, self._whole, options)
+            taken = opener_of(self._placement).host_workspace(self._placement, empty, self._whole, options)
         else:
             backend = CpuBackend(empty, self._whole, options)
             taken = backend.workspace_bytes

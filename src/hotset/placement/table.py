@@ -183,13 +183,14 @@ class Device:
     """A device to place layers on.
 
     limit: bytes that may be used. context: the part of them that its runtime takes. spare: the part that its
-    allocator loses to rounding and reserves.
+    allocator loses to rounding and reserves. pins: its kernels read experts in pinned host memory.
     """
 
     name: str
     limit: int
     context: int
     spare: int = 0
+    pins: bool = False
 
 
 # Launches of a predicted layer without its sparse FFN, and launches of that FFN. bench/gpu/launches.py counts

@@ -337,7 +337,7 @@ class Answer:
         self.prompts = prompts
         self.created = int(time.time())
         self.generations = [generation for prompt in prompts for generation in prompt.generations]
-        self._parts = [_Part(i, generation) for i, generation in enumerate(self.generations)]
+        self._parts = [_AnswerInProgress(i, generation) for i, generation in enumerate(self.generations)]
         self._n_open = len(self._parts)
         self._ready: list[Delta] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -471,7 +471,7 @@ class Answer:
         except Exception as error:
             self.fail(error)
 
-    def _take(self, part: _Part, event: Event) -> None:
+    def _take(self, part: _AnswerInProgress, event: Event) -> None:
         if part.reason or self._error is not None:  # ignore events after a stop string or a failure
             return
         try:
@@ -531,7 +531,7 @@ def raise_end(event: Event) -> None:
         )
 
 
-class _Part:
+class _AnswerInProgress:
     """An answer in progress: turns the chunks of its generation into deltas."""
 
     def __init__(self, index: int, generation: Generation) -> None:

@@ -72,30 +72,30 @@ _BILLING = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
 # ---- requests ----
 
 
-class _Part(Body):
+class _ContentBlock(Body):
     cache_control: CacheControl | None = None
 
 
-class TextBlock(_Part):
+class TextBlock(_ContentBlock):
     type: Literal["text"]
     text: str
     citations: list[Any] | None = None  # as an answer has them
 
 
-class ThinkingBlock(_Part):
+class ThinkingBlock(_ContentBlock):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
 
 
-class RedactedThinkingBlock(_Part):
+class RedactedThinkingBlock(_ContentBlock):
     """Thinking that only its provider can read."""
 
     type: Literal["redacted_thinking"]
     data: Any = None
 
 
-class ToolUseBlock(_Part):
+class ToolUseBlock(_ContentBlock):
     type: Literal["tool_use"]
     id: Text
     name: str
@@ -113,7 +113,7 @@ class Source(Body):
     content: str | list[TextBlock] | None = None
 
 
-class DocumentBlock(_Part):
+class DocumentBlock(_ContentBlock):
     type: Literal["document"]
     source: Source
     title: str | None = None
@@ -121,7 +121,7 @@ class DocumentBlock(_Part):
     citations: Any = None
 
 
-class SearchResultBlock(_Part):
+class SearchResultBlock(_ContentBlock):
     type: Literal["search_result"]
     source: str
     title: str | None = None
@@ -129,7 +129,7 @@ class SearchResultBlock(_Part):
     citations: Any = None
 
 
-class ImageBlock(_Part):
+class ImageBlock(_ContentBlock):
     """An image. source: its data in base64, or its address."""
 
     type: Literal["image"]
@@ -154,7 +154,7 @@ ResultBlock = Annotated[
 ]
 
 
-class ToolResultBlock(_Part):
+class ToolResultBlock(_ContentBlock):
     type: Literal["tool_result"]
     tool_use_id: Text
     content: str | list[Annotated[ResultBlock, BeforeValidator(_noted)]] = ""

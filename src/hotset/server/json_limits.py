@@ -58,12 +58,12 @@ def check_json(body: bytes, max_nesting: int) -> None:
         and body.count(b",") < MAX_VALUES
     ):
         return
-    scan = _Scan(max_nesting)
+    scan = _JsonCounter(max_nesting)
     for start in range(0, len(body), CHUNK):
         scan.push(np.frombuffer(body, np.uint8, min(CHUNK, len(body) - start), start))
 
 
-class _Scan:
+class _JsonCounter:
     """A counter of brackets, values and numbers outside of strings. It takes the body in parts."""
 
     def __init__(self, max_nesting: int) -> None:

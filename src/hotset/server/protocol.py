@@ -112,7 +112,7 @@ def handshakes_of(head_seconds: float, connections: int) -> Handshakes:
     return Handshakes(min(_MOST_HANDSHAKES, connections // 4), head_seconds)
 
 
-class _RefusedError(Exception):
+class _ParserEndedError(Exception):
     """An exception that ends the parser inside a callback."""
 
 
@@ -279,7 +279,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _stop(self, problem: Problem) -> None:
         """Refuse the message in the middle of parsing it."""
         self._refusal = problem
-        raise _RefusedError
+        raise _ParserEndedError
 
     def send_400_response(self, _: str) -> None:
         """Refuse the request. uvicorn calls it after a parser error, also one raised by `_stop`."""

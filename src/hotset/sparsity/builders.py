@@ -27,7 +27,7 @@ _OVERSAMPLING = 16  # extra rank of the randomised decomposition (arXiv 0909.406
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _PredictorLayer:
     """One layer's predictor: tensors by name, and a function: inputs [n, n_embd] → scores [n, n_rows]."""
 
     tensors: Mapping[str, tuple[np.ndarray, GGMLType, tuple[int, ...]]]
@@ -54,7 +54,7 @@ def build(
     for i, sample in enumerate(samples(gguf, config, weights, calibration, progress)):
         progress.advance(label, i, config.n_layer, "layers")
         op = graph.ffns[i].decides
-        matrix = _Rows(weights, op.weight, op.first_row + first[i], op.out.width - first[i])
+        matrix = _DecodedRows(weights, op.weight, op.first_row + first[i], op.out.width - first[i])
         bias = (
             None if op.bias is None else values_of(weights, op.bias)[op.first_row :][first[i] : op.out.width]
         )
@@ -73,7 +73,7 @@ def build(
     writer.add(THRESHOLDS_KEY, np.array(thresholds, np.float32))
 
 
-class _Rows:
+class _DecodedRows:
     """Some rows of a matrix, decoded block by block: a large matrix would take gigabytes."""
 
     def __init__(self, weights: WeightSource, name: str, first: int, n: int) -> None:
@@ -91,12 +91,12 @@ class _Rows:
 
 def _svd(
     blk: str,
-    matrix: _Rows,
+    matrix: _DecodedRows,
     bias: np.ndarray | None,
     sample: Sample,
     spec: PredictorSpec,
     rng: np.random.Generator,
-) -> _Layer:
+) -> _PredictorLayer:
     assert spec.rank is not None
     assert spec.type is not None
     rank = min(spec.rank, matrix.n, matrix.n_embd)
@@ -120,11 +120,11 @@ def _svd(
         scores: np.ndarray = inputs @ a.T @ b.T
         return scores if bias is None else np.add(scores, bias)
 
-    return _Layer(tensors, score)
+    return _PredictorLayer(tensors, score)
 
 
 def decompose(
-    matrix: _Rows, weight: np.ndarray, rank: int, rng: np.random.Generator
+    matrix: _DecodedRows, weight: np.ndarray, rank: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a [rank, n_embd] and b [n, rank] such that b @ a approximates `matrix`.
 

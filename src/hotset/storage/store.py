@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotset.errors import HotsetError, InvalidRequestError, ModelNotFoundError, did_you_mean
+from hotset.errors import HotsetError, ModelNotFoundError, did_you_mean
 from hotset.files import expanded
 from hotset.storage import catalogue
 
@@ -58,9 +58,7 @@ def home() -> Path:
     try:
         return Path(os.environ.get(name) or Path.home() / below) / "hotset"
     except RuntimeError:
-        raise InvalidRequestError(
-            "this user has no home folder; set HOTSET_HOME to a folder for models"
-        ) from None
+        raise HotsetError("this user has no home folder; set HOTSET_HOME to a folder for models") from None
 
 
 def models_folder() -> Path:

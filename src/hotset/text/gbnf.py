@@ -483,7 +483,7 @@ def _chars_as_lark(node: Chars) -> str:
 # --- the lexer
 
 
-class _Part(NamedTuple):
+class _TerminalPart(NamedTuple):
     """A part of a terminal. first, last: sets of positions, as bits, at which a match begins and ends."""
 
     is_empty: bool
@@ -504,18 +504,20 @@ class _Lexer:
         self._after: list[int] = []  # of each position: the positions that may come next
         self._holds = [0] * len(self._classes)  # of each class of characters: the positions that match it
         self._long: set[str | int] = set()  # terminals with too many positions
-        self._parts: dict[str | int, tuple[_Part, int]] = {}  # of each terminal, with all its positions
+        self._parts: dict[
+            str | int, tuple[_TerminalPart, int]
+        ] = {}  # of each terminal, with all its positions
         for key, node in terminals.keys.items():
             begin = len(self._after)
             body = terminals.rules[node.name] if isinstance(node, Ref) else node
-            part = _Part(False, 0, 0) if isinstance(node, Token) else self._part(body)
+            part = _TerminalPart(False, 0, 0) if isinstance(node, Token) else self._part(body)
             if len(self._after) > _MAX_POSITIONS:
                 self._long.add(key)
             self._parts[key] = part, (1 << len(self._after)) - (1 << begin)
 
-    def _part(self, node: Node) -> _Part:
+    def _part(self, node: Node) -> _TerminalPart:
         if len(self._after) > _MAX_POSITIONS:
-            return _Part(False, 0, 0)
+            return _TerminalPart(False, 0, 0)
         match node:
             case Chars():
                 position = 1 << len(self._after)
@@ -523,13 +525,13 @@ class _Lexer:
                 for i, char in enumerate(self._classes):
                     if any(first <= char <= last for first, last in node.ranges) != node.is_negated:
                         self._holds[i] |= position
-                return _Part(False, position, position)
+                return _TerminalPart(False, position, position)
             case Ref():
                 return self._part(self._terminals.rules[node.name])
             case Repeat():
                 part = self._part(node.item)
                 if node.most == 0:
-                    return _Part(True, 0, 0)
+                    return _TerminalPart(True, 0, 0)
                 if node.most != 1:
                     self._join(part.last, part.first)
                 return part._replace(is_empty=part.is_empty or not node.least)
@@ -538,19 +540,19 @@ class _Lexer:
                 first = last = 0
                 for part in parts:
                     first, last = first | part.first, last | part.last
-                return _Part(any(part.is_empty for part in parts), first, last)
+                return _TerminalPart(any(part.is_empty for part in parts), first, last)
             case NodeSequence():
                 return self._row([self._part(item) for item in node.items])
             case Token():
                 raise AssertionError("a token is a terminal of its own")
 
-    def _row(self, parts: list[_Part]) -> _Part:
-        whole = _Part(True, 0, 0)
+    def _row(self, parts: list[_TerminalPart]) -> _TerminalPart:
+        whole = _TerminalPart(True, 0, 0)
         for part in parts:
             self._join(whole.last, part.first)
             first = whole.first | (part.first if whole.is_empty else 0)
             last = part.last | (whole.last if part.is_empty else 0)
-            whole = _Part(whole.is_empty and part.is_empty, first, last)
+            whole = _TerminalPart(whole.is_empty and part.is_empty, first, last)
         return whole
 
     def _join(self, last: int, first: int) -> None:

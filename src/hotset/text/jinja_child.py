@@ -30,12 +30,12 @@ _MAX_REASON_CHARS = 400
 # --- Hugging Face's additions to Jinja
 
 
-class _RefusedError(TemplateError):
+class _TemplateRaisedError(TemplateError):
     """The template called raise_exception: it rejects these messages (such as two users in a row)."""
 
 
 def _raise_exception(message: str) -> None:
-    raise _RefusedError(message)
+    raise _TemplateRaisedError(message)
 
 
 def _strftime_now(format: str) -> str:
@@ -160,7 +160,7 @@ class _Renderer:
             raise
         except TemplateSyntaxError as error:
             return {"error": "syntax", "line": error.lineno, "reason": _shortened(str(error.message))}
-        except _RefusedError as error:
+        except _TemplateRaisedError as error:
             return {"error": "refused", "reason": _shortened(str(error))}
         except Exception as error:  # a template can make Python raise nearly anything
             return {"error": "failed", "reason": _reason(error)}

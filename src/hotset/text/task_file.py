@@ -104,8 +104,8 @@ class _TaskFile:
         self._sampler, self._fewshot_split = self._fewshot_config()
         self._delimiter = self._text("target_delimiter", " ")
         self._question_delimiter = self._text("fewshot_delimiter", "\n\n")
-        self._text_of = _Source("doc_to_text", self._text("doc_to_text"), renderers)
-        self._description = _Source("description", self._text("description", ""), renderers)
+        self._text_of = _ValueSource("doc_to_text", self._text("doc_to_text"), renderers)
+        self._description = _ValueSource("description", self._text("description", ""), renderers)
         self._choices_of = self._choices(renderers)
         self._target_of = self._target(renderers)
 
@@ -233,7 +233,7 @@ class _TaskFile:
     def _choices(self, renderers: ExitStack) -> Callable[[_Document], Any]:
         given = self._given.get("doc_to_choice")
         if isinstance(given, str):
-            return _Source("doc_to_choice", given, renderers).literal
+            return _ValueSource("doc_to_choice", given, renderers).literal
         texts = list(given.values()) if isinstance(given, dict) else given
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise self._error(
@@ -249,7 +249,7 @@ class _TaskFile:
             raise self._error(
                 f"must have a template or a number as doc_to_target, not {clause(shown(given))}"
             )
-        return _Source("doc_to_target", given, renderers).value
+        return _ValueSource("doc_to_target", given, renderers).value
 
     # ---- documents ----
 
@@ -304,7 +304,7 @@ class _TaskFile:
         )
 
 
-class _Source:
+class _ValueSource:
     """A source of values from a document: the name of a field, or a template. key: of the task file."""
 
     def __init__(self, key: str, source: str, renderers: ExitStack) -> None:

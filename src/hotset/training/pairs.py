@@ -238,7 +238,7 @@ class _PartWriter:
 
 
 @dataclass(frozen=True)
-class _Shard:
+class _PairShard:
     inputs: np.ndarray  # float16 [n, n_embd]
     active: np.ndarray  # uint8 [n, bytes]
     magnitudes: np.ndarray  # uint8, of all neurons that fired
@@ -248,7 +248,7 @@ class _Shard:
 class LayerPairs:
     """The pairs of one layer, mapped: only requested rows are read, and a small layer is kept decoded."""
 
-    def __init__(self, shards: list[_Shard], n_ff: int) -> None:
+    def __init__(self, shards: list[_PairShard], n_ff: int) -> None:
         self._shards, self.n_ff = shards, n_ff
         self._decoded: tuple[np.ndarray, np.ndarray] | None = None
         self._first = np.cumsum([0, *(len(shard.inputs) for shard in shards)])
@@ -318,7 +318,7 @@ class PairShards:
             active = file.data(f"blk.{layer}.active").reshape(n, -1)
             ends = np.concatenate([[0], np.cumsum(_POPCOUNT[active].sum(axis=1))])
             inputs = file.data(f"blk.{layer}.inputs").view(np.float16).reshape(n, width)
-            shards.append(_Shard(inputs, active, file.data(f"blk.{layer}.magnitudes"), ends))
+            shards.append(_PairShard(inputs, active, file.data(f"blk.{layer}.magnitudes"), ends))
         return LayerPairs(shards, n_ff)
 
     def close(self) -> None:

@@ -100,7 +100,7 @@ class ThresholdChoices:
     ) -> None:
         self.total = sum(size.total for size in sizes)
         self.factors = dict.fromkeys(KINDS, 1.0)
-        self._layers = [_Layer(*one) for one in zip(losses, sizes, gated, strict=True)]
+        self._layers = [_LayerChoice(*one) for one in zip(losses, sizes, gated, strict=True)]
 
     def at_price(self, price: float) -> ThresholdChoice:
         """Return the choice for a price per byte, in nats."""
@@ -141,7 +141,7 @@ class _Chosen:
     kept: Mapping[str, float]
 
 
-class _Layer:
+class _LayerChoice:
     def __init__(self, losses: LayerLosses, size: SiteBytes, gated: bool) -> None:
         self.thresholds = losses.thresholds
         n = max(losses.n_tokens, 1)

@@ -93,7 +93,7 @@ class ThresholdSettings:
     def __post_init__(self) -> None:
         if sum(value is not None for value in (self.max_increase, self.share, self.uniform)) != 1:
             raise InvalidRequestError(
-                "a calibration needs one target: an increase of perplexity (max_ppl_increase='1%'), a share "
+                "a calibration needs one target: an increase of perplexity (max_increase='1%'), a share "
                 "of the bytes (sparsity=0.5) or a share of all values (uniform=0.25)"
             )
         if self.max_increase is not None and not 0 < self.max_increase <= 10:

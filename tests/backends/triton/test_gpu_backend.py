@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_runs import batch, logits_of, tokens
+from backend_runs import assert_close, batch, logits_of, tokens
 from cases import quick_are, quick_if
 from fake_cold import FakeCpuWorker
-from gpu_runs import N_FF, N_LAYER, T, assert_close, gpu, gpu_stage, masks, run, split, write
+from gpu_runs import N_FF, N_LAYER, T, gpu, gpu_stage, masks, run, split, write
 from sparse_runs import ACTIVATIONS, MODELS, ONE_BY_ONE, Replayed, prepared
 from tiny_gguf import write_llama
 

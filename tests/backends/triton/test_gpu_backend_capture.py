@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backend_runs import batch, logits_of, tokens
-from gpu_runs import N_LAYER, Recorder, Recording, assert_close, gpu, masks, run, split, write
+from backend_runs import assert_close, batch, logits_of, tokens
+from gpu_runs import N_LAYER, Recorder, Recording, gpu, masks, run, split, write
 from sparse_runs import prepared
 
 from hotset.backends.base import LOGIT_GROUP

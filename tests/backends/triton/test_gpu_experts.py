@@ -18,7 +18,8 @@ torch = pytest.importorskip("torch")
 
 from fake_cuda import LateStream  # noqa: E402
 from gpu_runs import Recorder  # noqa: E402
-from hybrid_runs import EVEN, LINK_ONLY, SMALL, TOLERANCE, hybrid, relative_error  # noqa: E402
+from hybrid_runs import EVEN, LINK_ONLY, SMALL, hybrid  # noqa: E402
+from sparse_runs import TOLERANCE, relative_error  # noqa: E402
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 from waiting import within  # noqa: E402
 

@@ -33,7 +33,8 @@ from hotset.placement.build import open_placed
 from hotset.placement.cards import CARDS
 from hotset.placement.problem import PlacementProblem
 from hotset.placement.table import Budget, Device, DeviceRates, LayerPlacement, Placement, Rates
-from hotset.sparsity.modes import choose, prepare
+from hotset.sparsity.modes import choose
+from hotset.sparsity.preparing import prepare
 
 pytestmark = pytest.mark.usefixtures("home")
 

@@ -10,7 +10,7 @@ from typing import Any
 import hybrid_runs
 import numpy as np
 import pytest
-from backend_runs import batch, tokens
+from backend_runs import assert_close, batch, tokens
 from cases import quick_are, quick_if
 from threshold_models import (
     CASES,
@@ -28,13 +28,9 @@ from worker_runs import offload
 
 torch = pytest.importorskip("torch")
 
-from gpu_runs import (  # noqa: E402
-    Recorder,
-    assert_close,
-    gpu,
-)
-from hybrid_runs import TOLERANCE, relative_error, whole  # noqa: E402
-from sparse_runs import hot_neurons  # noqa: E402
+from gpu_runs import Recorder, gpu  # noqa: E402
+from hybrid_runs import whole  # noqa: E402
+from sparse_runs import TOLERANCE, hot_neurons, relative_error  # noqa: E402
 from threshold_models import IDS, THRESHOLDED, clearly  # noqa: E402
 from waiting import within  # noqa: E402
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from backend_runs import batch, cpu_backend, logits_of, tokens
 from cases import quick_are, quick_if
-from sparse_runs import MODELS, N_FF, prepared, write
+from sparse_runs import MODELS, N_FF, TOLERANCE, prepared, relative_error, write
 from tiny_gguf import write_llama
 
 torch = pytest.importorskip("torch")
 
-from hybrid_runs import ORDERS, TOLERANCE, chain, relative_error, split, whole  # noqa: E402
+from hybrid_runs import ORDERS, chain, split, whole  # noqa: E402
 from waiting import within  # noqa: E402
 
 from hotset import _core  # noqa: E402

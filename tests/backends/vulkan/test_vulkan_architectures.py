@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from transformers_oracle import (
     run,
     tiny_models,
 )
-from vulkan_runs import assert_operations_of_sequences_are_right, validated, vulkan
+from vulkan_runs import assert_operations_of_sequences_are_right, stage_of, validated, vulkan
 
-from hotset.backends.vulkan.budget import missing_kernel
+from hotset.backends.vulkan.budget import cache_pieces, missing_kernel, weight_pieces
+from hotset.backends.vulkan.memory import BufferArena, BufferRange
 from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import open_gguf
 from hotset.model.config import config_from_gguf
@@ -52,6 +54,32 @@ def test_logits_match_transformers(recipe: Any) -> None:
     for i in range(len(sequences)):
         assert relative_error(found[i], expected[i]) < TOLERANCE, f"sequence {i}"
     backend.close()
+
+
+@pytest.mark.parametrize(
+    "name", quick_are((*QUICK, "rwkv6", "starcoder"), [name for name in RECIPES if name not in REFUSED])
+)
+def test_planned_pieces_are_the_allocated_ones(
+    name: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare the bytes that a plan counts with the bytes that loading asks of the device's memory."""
+    asked: Counter[BufferArena] = Counter()
+    real = BufferArena.piece
+
+    def piece(arena: BufferArena, size: int) -> BufferRange:
+        asked[arena] += size
+        return real(arena, size)
+
+    monkeypatch.setattr(BufferArena, "piece", piece)
+    with open_gguf(tiny_models.shared_gguf(name, run_folder)) as gguf:
+        graph = describe(config_from_gguf(gguf).for_context(N_CTX), gguf.tensors)
+        backend = vulkan(gguf, graph, n_blocks=4, n_states=4, max_batch=64)
+        of_weights = stage_of(backend).matrices.arena
+        assert asked[of_weights] == sum(weight_pieces(graph.primitives, gguf.tensors).values())
+        of_caches = (cache_pieces(op, stage_of(backend).kv_type, 4, 4) for op in graph.primitives)
+        shared = max(map(sum, of_caches)) if graph.is_encoder else sum(map(sum, of_caches))
+        assert asked.total() - asked[of_weights] == shared
+        backend.close()
 
 
 @pytest.mark.parametrize("name", quick_are((), REFUSED))

@@ -16,7 +16,7 @@ from byte_models import write_model
 from cases import quick_are
 from cli_runs import inside
 from expert_models import FORMS, model
-from hybrid_runs import relative_error
+from sparse_runs import relative_error
 from vulkan_runs import (
     assert_cheap_submissions_decide,
     check_cancelled_beside_worker,

@@ -11,8 +11,17 @@ import pytest
 from backend_runs import batch, cpu_backend, logits_of, tokens
 from byte_models import N_PLANTED, PLANTED_LAYERS, write_model, write_sparse
 from cases import quick_are, quick_if
-from hybrid_runs import TOLERANCE, relative_error
-from sparse_runs import ACTIVATIONS, MODELS, N_FF, cpu, hot_neurons, prepared, write
+from sparse_runs import (
+    ACTIVATIONS,
+    MODELS,
+    N_FF,
+    TOLERANCE,
+    cpu,
+    hot_neurons,
+    prepared,
+    relative_error,
+    write,
+)
 from vulkan_runs import (
     assert_cheap_submissions_decide,
     check_cancelled_beside_worker,

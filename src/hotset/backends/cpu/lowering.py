@@ -25,47 +25,11 @@ from hotset.errors import InvalidRequestError
 from hotset.formats.channels import break_even, tile_of
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.source import WeightSource
+from hotset.model import operations as ops
 from hotset.model.cost import kv_formats
 from hotset.model.fusion import Buffers, Fused, fuse
 from hotset.model.graph import Graph
-from hotset.model.operations import (
-    NO_LAYER,
-    PARTS,
-    SHIFT,
-    Activate,
-    Attention,
-    ChannelScan,
-    DeltaNet,
-    Embed,
-    ExpertLinear,
-    ExpertSum,
-    Ffn,
-    Indexer,
-    LayerNorm,
-    Linear,
-    LowRank,
-    Mask,
-    MaskedRoute,
-    NgramEmbed,
-    Op,
-    Part,
-    PoolBlocks,
-    Primitive,
-    Recurrent,
-    RMSNorm,
-    Rope,
-    Rotate,
-    Route,
-    Scale,
-    SelectiveScan,
-    ShortConv,
-    Threshold,
-    TransposedLinear,
-    Value,
-    WeightKind,
-    Wkv,
-    one_matrix,
-)
+from hotset.model.operations import NO_LAYER, PARTS, SHIFT, Op, Primitive, Value, one_matrix
 from hotset.model.read_order import look_ahead
 from hotset.model.rope import bias_of_keys
 from hotset.offload.streaming import Streamed
@@ -80,7 +44,7 @@ FetchKind = Literal["all", "selected", "nonzero", "routed", "tokens"]  # rows th
 LEAST = float(np.finfo(np.float32).smallest_subnormal)  # neurons with at least this value fire
 
 
-def linear_facts(weights: WeightSource, op: Linear) -> Facts:
+def linear_facts(weights: WeightSource, op: ops.Linear) -> Facts:
     """Return the facts of a matrix product: the rows of its weight, and of its bias."""
     info = weights.tensors[op.weight]
     first, last = op.first_row, op.first_row + op.out.width
@@ -92,22 +56,22 @@ def linear_facts(weights: WeightSource, op: Linear) -> Facts:
     return {"weight": (int(info.type), data), "bias": bias}
 
 
-def expert_facts(weights: WeightSource, op: ExpertLinear | ExpertSum) -> Facts:
+def expert_facts(weights: WeightSource, op: ops.ExpertLinear | ops.ExpertSum) -> Facts:
     """Return the facts of experts' matrices: tensors, rows per expert, the first row used, and bias."""
     return {
         "tensors": [(int(weights.tensors[name].type), weights.data(name)) for name in op.weights],
         "n_rows": weights.tensors[op.weights[0]].shape[1],
-        "first_row": op.first_row if isinstance(op, ExpertLinear) else 0,
+        "first_row": op.first_row if isinstance(op, ops.ExpertLinear) else 0,
         "bias": None if op.bias is None else expert_biases(weights, op).reshape(-1),
     }
 
 
-def activation_facts(op: Activate | None) -> Facts:
+def activation_facts(op: ops.Activate | None) -> Facts:
     """Return the facts of the activation of a product or a gate."""
     return {} if op is None else {"activation": op.kind, "activation_threshold": op.threshold}
 
 
-def threshold_facts(ffn: Ffn) -> Facts:
+def threshold_facts(ffn: ops.Ffn) -> Facts:
     """Return the thresholds of an FFN's input, of its gate activation, and of its neurons' values."""
     sites = {
         "input_threshold": ffn.in_threshold,
@@ -142,7 +106,7 @@ class Lowered:
         return None if self.largest < 0 else self.plan.rows(self.largest)
 
 
-def _in_no_ffn(op: Attention | Indexer | Recurrent) -> NoReturn:
+def _in_no_ffn(op: ops.Attention | ops.Indexer | ops.Recurrent) -> NoReturn:
     raise AssertionError(f"{op.out.name} is in no FFN")
 
 
@@ -159,8 +123,8 @@ class LoweringOptions:
     channel_rates: Mapping[str, float]
     whole: Collection[str]
     streamed: Streamed | None = None
-    cache: Callable[[Attention | Indexer], Facts] = _in_no_ffn
-    states: Callable[[Recurrent], np.ndarray] = _in_no_ffn
+    cache: Callable[[ops.Attention | ops.Indexer], Facts] = _in_no_ffn
+    states: Callable[[ops.Recurrent], np.ndarray] = _in_no_ffn
     adapters: AdapterSet | None = None
 
 
@@ -185,7 +149,7 @@ def lower(
     if entering is not None:
         plan.input(buffers.begin(entering))
     emit = _Emission(plan, buffers, weights, options)
-    if isinstance(graph.ops[-1], Linear):
+    if isinstance(graph.ops[-1], ops.Linear):
         emit.logits = graph.result
     for i, group in enumerate(fused):
         buffers.enter(group)
@@ -216,7 +180,7 @@ class LoweredFfn:
     x, given, out: buffers of the input, of scores or routes, and of the result. gates, ups: as in _Emission.
     """
 
-    ffn: Ffn
+    ffn: ops.Ffn
     first_op: int
     end_op: int
     x: int
@@ -227,7 +191,7 @@ class LoweredFfn:
 
 
 def lower_ffns(
-    ffns: Sequence[Ffn], weights: WeightSource, plan: Any, *, sparse: bool, whole: Collection[str]
+    ffns: Sequence[ops.Ffn], weights: WeightSource, plan: Any, *, sparse: bool, whole: Collection[str]
 ) -> list[LoweredFfn]:
     """Lower FFNs without the rest of their layers, which the CPU computes for a device on given rows.
 
@@ -259,17 +223,17 @@ def lower_ffns(
     return found
 
 
-def _on_rows(ffn: Ffn, h: Value, given: Value) -> Ffn:
+def _on_rows(ffn: ops.Ffn, h: Value, given: Value) -> ops.Ffn:
     """Return an FFN that reads h, and the given scores or route instead of the graph's selection."""
     if ffn.route is None:
         gate = None if ffn.gate is None else replace(one_matrix(ffn.gate), input_major=None)
         up = replace(one_matrix(ffn.up), input_major=None)
-        assert isinstance(ffn.down, TransposedLinear)
-        scored = Mask(ffn.selected, ffn.selected, given, 0.0)
+        assert isinstance(ffn.down, ops.TransposedLinear)
+        scored = ops.Mask(ffn.selected, ffn.selected, given, 0.0)
         down = replace(ffn.down, bias=None)
         return replace(ffn, x=h, norm=None, in_threshold=None, gate=gate, up=up, select=scored, down=down)
-    assert isinstance(ffn.up, ExpertLinear)
-    assert isinstance(ffn.down, ExpertSum)
+    assert isinstance(ffn.up, ops.ExpertLinear)
+    assert isinstance(ffn.down, ops.ExpertSum)
     neurons = replace(ffn.selected, width=ffn.up.n_rows)
     experts_gate = ffn.gate
     return replace(
@@ -278,10 +242,10 @@ def _on_rows(ffn: Ffn, h: Value, given: Value) -> Ffn:
         norm=None,
         in_threshold=None,
         gate=replace(experts_gate, route=given, out=neurons)
-        if isinstance(experts_gate, ExpertLinear)
+        if isinstance(experts_gate, ops.ExpertLinear)
         else None,
         up=replace(ffn.up, route=given, out=neurons),
-        select=MaskedRoute(replace(ffn.route, out=given, n_used=1), None),
+        select=ops.MaskedRoute(replace(ffn.route, out=given, n_used=1), None),
         down=replace(ffn.down, x=neurons, route=given),
     )
 
@@ -325,7 +289,7 @@ class _Emission:
         self._plan, self._buffers, self._weights = plan, buffers, weights
         self._cache, self._states, self._sparse = options.cache, options.states, options.sparse
         self._adapters = options.adapters
-        self.at: list[tuple[int, Part]] = []
+        self.at: list[tuple[int, ops.Part]] = []
         self.gates: list[int] = []
         self.ups: list[int] = []
         self.products: list[int] = []
@@ -350,10 +314,10 @@ class _Emission:
         self._ffn(group.ffn, group)
         self._sparse = sparse
 
-    def begin(self, ffn: Ffn) -> None:
+    def begin(self, ffn: ops.Ffn) -> None:
         """Start to fetch the rows of an FFN, without waiting for them."""
         if ffn.route is not None:
-            assert isinstance(ffn.up, ExpertLinear)
+            assert isinstance(ffn.up, ops.ExpertLinear)
             self._fetch(ffn, ffn.up.weights[0], set(), "routed", self._buffers[ffn.route.out], waits=False)
         else:
             self._fetch_selected(ffn, set(), waits=False)
@@ -366,13 +330,13 @@ class _Emission:
             self._add("await_piece", stream=self._streamed.stream, piece=following, waits=False)
             self.at.append((NO_LAYER, "other"))
 
-    def _await(self, *ops: Op | None) -> None:
+    def _await(self, *operations: Op | None) -> None:
         """Make the step wait for the stream's piece that these operations read, one piece at most."""
         if self._streamed is None:
             return
         places, known = (
             self._streamed.places,
-            [op for op in ops if op is not None and not isinstance(op, Ffn)],
+            [op for op in operations if op is not None and not isinstance(op, ops.Ffn)],
         )
         pieces = {places[name][0] for op in known for name in op.matrices if name in places}
         for piece in pieces - {self._piece}:
@@ -387,43 +351,50 @@ class _Emission:
         if group.linears:
             self._linears(group)
             return
-        if isinstance(first := group.ops[0], TransposedLinear):
+        if isinstance(first := group.ops[0], ops.TransposedLinear):
             self._fetch(first, first.weight, set(), "nonzero", buffers[first.x])
             self._axpy(first, group.residual(first.out), group.out[0], buffers[first.x])
             return
         match main := group.ops[-1]:
-            case Embed():
+            case ops.Embed():
                 self._fetch(main, main.weight, set(), "tokens", buffers[main.out])
                 self._plain(main)
-            case Activate() if main.xielu is not None:
+            case ops.Activate() if main.xielu is not None:
                 self._add("xielu", x=buffers[main.x], **asdict(main.xielu), out=buffers[main.out])
-            case Attention() | Indexer():
+            case ops.Attention() | ops.Indexer():
                 self._attention(main, group.ops[:-1])
-            case LowRank():
+            case ops.LowRank():
                 self._low_rank(main, buffers[main.x], buffers[main.y], buffers[main.out])
-            case ShortConv() if main.weight is None:
+            case ops.ShortConv() if main.weight is None:
                 self._plain(
                     main, states=self._states(main), weight=np.tile(np.array(SHIFT, np.float32), main.x.width)
                 )
-            case NgramEmbed():
+            case ops.NgramEmbed():
                 numbers = {
                     name: np.array(getattr(main, name), np.uint64).view(np.uint8)
                     for name in ("multipliers", "sizes", "offsets")
                 }
                 self._plain(main, states=self._states(main), **numbers)
-            case ShortConv() | DeltaNet() | SelectiveScan() | ChannelScan() | Wkv() | PoolBlocks():
+            case (
+                ops.ShortConv()
+                | ops.DeltaNet()
+                | ops.SelectiveScan()
+                | ops.ChannelScan()
+                | ops.Wkv()
+                | ops.PoolBlocks()
+            ):
                 self._plain(main, states=self._states(main))
-            case Scale() if main.weight is not None:
+            case ops.Scale() if main.weight is not None:
                 start, weight = main.first_weight, decoded_vector(self._weights, main.weight)
                 self._plain(main, weight=weight[start : start + main.x.width])
-            case ExpertLinear() if main.of_parts:
+            case ops.ExpertLinear() if main.of_parts:
                 self._expert_sum(main, None, main.out)
-            case ExpertLinear():
+            case ops.ExpertLinear():
                 self._expert_products(main)
-            case ExpertSum():
+            case ops.ExpertSum():
                 self._fetch(main, main.weights[0], set(), "routed", buffers[main.route])
                 self._expert_sum(main, None, main.out)
-            case Ffn():
+            case ops.Ffn():
                 raise AssertionError(f"{main.out.name} is not the last operation of a group")
             case _:
                 self._plain(main)
@@ -439,7 +410,7 @@ class _Emission:
             match value := getattr(op, field.name):
                 case Value():
                     facts[field.name] = self._buffers[value]
-                case Rope():
+                case ops.Rope():
                     facts[field.name] = rope_facts(value)
                 case str() if value in kinds:
                     facts[field.name] = self._weight(value, kinds[value])
@@ -447,7 +418,7 @@ class _Emission:
                     facts[field.name] = value
         self._add(native_name(type(op)), **{**facts, **more})
 
-    def _weight(self, name: str, kind: WeightKind) -> Any:
+    def _weight(self, name: str, kind: ops.WeightKind) -> Any:
         """Return a vector as float32 [n], any other weight as a tensor: its type and bytes."""
         if kind == "vector":
             return decoded_vector(self._weights, name)
@@ -456,7 +427,7 @@ class _Emission:
     def _add(self, operation: str, **facts: Any) -> None:
         self._plan.add(operation, **{name: fact for name, fact in facts.items() if fact is not None})
 
-    def _low_rank(self, op: LowRank, x: int, y: int, out: int) -> None:
+    def _low_rank(self, op: ops.LowRank, x: int, y: int, out: int) -> None:
         """Write the sum of y and the adapters' products with x. x, y, out: buffers."""
         assert self._adapters is not None
         first, last = op.first_row, op.first_row + op.out.width
@@ -476,23 +447,23 @@ class _Emission:
 
     def _linears(self, group: Fused) -> None:
         """Write the products of one input, with the norm before and the fused operations after them."""
-        linears, activate = group.linears, group.first(Activate)
+        linears, activate = group.linears, group.first(ops.Activate)
         outs = group.out if len(group.out) == len(linears) else [group.out[0]]
         self._products(
-            group.first(RMSNorm, LayerNorm), linears, outs, group.residual(linears[0].out), activate,
-            input_threshold=group.first(Threshold),
+            group.first(ops.RMSNorm, ops.LayerNorm), linears, outs, group.residual(linears[0].out), activate,
+            input_threshold=group.first(ops.Threshold),
         )  # fmt: skip
 
     def _products(
         self,
-        norm: RMSNorm | LayerNorm | None,
-        linears: Sequence[Linear],
+        norm: ops.RMSNorm | ops.LayerNorm | None,
+        linears: Sequence[ops.Linear],
         outs: Sequence[Value],
         residual: Value | None = None,
-        activate: Activate | None = None,
+        activate: ops.Activate | None = None,
         *,
         multiplied: bool = False,
-        input_threshold: Threshold | None = None,
+        input_threshold: ops.Threshold | None = None,
         neuron_thresholds: Facts | None = None,
     ) -> None:
         """Write products of one input as one native operation.
@@ -527,7 +498,7 @@ class _Emission:
             largest=largest,
         )
 
-    def _axpy(self, op: TransposedLinear, residual: Value | None, out: Value, x: int) -> None:
+    def _axpy(self, op: ops.TransposedLinear, residual: Value | None, out: Value, x: int) -> None:
         info, data = self._weights.tensors[op.weight], self._weights.data(op.weight)
         weight: tuple[Any, ...] = int(info.type), data
         if op.scales is not None:
@@ -539,14 +510,14 @@ class _Emission:
 
     # ---- the FFN
 
-    def _ffn(self, ffn: Ffn, group: Fused) -> None:
+    def _ffn(self, ffn: ops.Ffn, group: Fused) -> None:
         """Write an FFN: first its neurons' values, then the down projection."""
         first = len(self.at)
         self._ffn_alone(ffn, group)
         if ffn.shared:
             self.shared.extend(range(first, len(self.at)))
 
-    def _ffn_alone(self, ffn: Ffn, group: Fused) -> None:
+    def _ffn_alone(self, ffn: ops.Ffn, group: Fused) -> None:
         self._await(ffn.gate, ffn.up)
         if ffn.route is not None:
             self._experts(ffn, ffn.route, group)
@@ -575,20 +546,20 @@ class _Emission:
         self._await(ffn.down)
         self._down(ffn, group, fetched)
 
-    def _down(self, ffn: Ffn, group: Fused, fetched: set[int]) -> None:
+    def _down(self, ffn: ops.Ffn, group: Fused, fetched: set[int]) -> None:
         """Write the down projection with its adapters and the residual."""
         residual, down, out = group.residual(ffn.out), ffn.down, group.out[0]
         added = ffn.low_rank(down)
         taken = residual if added is None else None  # the product adds it
-        norms_inside = added is None and isinstance(down, Linear)
+        norms_inside = added is None and isinstance(down, ops.Linear)
         x = None if norms_inside else self._normed_neurons(ffn)
-        if isinstance(down, TransposedLinear):
+        if isinstance(down, ops.TransposedLinear):
             assert x is not None
             if ffn.has_zeros:
                 self._fetch(ffn, down.weight, fetched, "nonzero", self._buffers[ffn.selected])
             self._axpy(down, taken, out, x)
         else:
-            assert isinstance(down, Linear)
+            assert isinstance(down, ops.Linear)
             if x is not None:
                 self._product(down, x, self._buffers[out])
             else:
@@ -601,7 +572,7 @@ class _Emission:
                 at = self._buffers[out]
                 self._in_place(ffn, "add", at, a=at, b=self._buffers[residual])
 
-    def _bend_neurons(self, ffn: Ffn) -> None:
+    def _bend_neurons(self, ffn: ops.Ffn) -> None:
         """Write xIELU of the result of `up`, in place, and the thresholds after it."""
         assert ffn.gate is None, "xIELU is of FFNs without a gate"
         neurons, f = self._buffers[ffn.selected], ffn.gate_act.xielu
@@ -613,7 +584,7 @@ class _Emission:
                 self._add("threshold", x=neurons, threshold=op.threshold, out=neurons)
                 self.at.append((ffn.layer, ffn.part))
 
-    def _normed_neurons(self, ffn: Ffn) -> int:
+    def _normed_neurons(self, ffn: ops.Ffn) -> int:
         """Return the buffer that the down projection reads. Write the norm of the neurons if there is one."""
         neurons, norm = self._buffers[ffn.selected], ffn.sub_norm
         if norm is None:
@@ -624,27 +595,27 @@ class _Emission:
         self.at.append((ffn.layer, ffn.part))
         return out
 
-    def _leaves_out_rows(self, ffn: Ffn) -> bool:
+    def _leaves_out_rows(self, ffn: ops.Ffn) -> bool:
         """Return whether rows of gate and up are skipped one by one.
 
         They are if an activation or a predictor leaves neurons out, or a threshold of the gate if that pays
         off. Rows in a store can only be read this way, except experts, which a store holds whole.
         """
-        matrices = [op for op in (ffn.gate, ffn.up) if isinstance(op, Linear)]
+        matrices = [op for op in (ffn.gate, ffn.up) if isinstance(op, ops.Linear)]
         stored = any(isinstance(self._weights.data(op.weight), _core.StoredRows) for op in matrices)
         by_threshold = ffn.gate is not None and ffn.gate_threshold is not None
         pays = by_threshold and self._sparse and ffn.up_tensor not in self._whole
         return ffn.fires_exactly or ffn.mask is not None or stored or pays
 
-    def _experts(self, ffn: Ffn, route: Route, group: Fused) -> None:
+    def _experts(self, ffn: ops.Ffn, route: ops.Route, group: Fused) -> None:
         """Write an MoE FFN: its route, unless already computed, the experts' neurons, and their sum."""
         gate, up, down, mask = ffn.gate, ffn.up, ffn.down, ffn.mask
         is_begun = ffn.out in self._begun
-        if isinstance(ffn.select, Route) and not is_begun:
+        if isinstance(ffn.select, ops.Route) and not is_begun:
             self._plain(route)
             self.at.append((ffn.layer, ffn.part))
-        assert isinstance(up, ExpertLinear)
-        assert isinstance(down, ExpertSum)
+        assert isinstance(up, ops.ExpertLinear)
+        assert isinstance(down, ops.ExpertSum)
         if not is_begun:
             overlaps = _is_stored(self._weights, up.weights[0])
             self._fetch(ffn, up.weights[0], set(), "routed", self._buffers[route.out], waits=not overlaps)
@@ -655,7 +626,7 @@ class _Emission:
                 x=self._buffers[ffn.x],
                 route=self._buffers[route.out],
                 n_expert=up.n_expert,
-                gate=expert_facts(self._weights, gate) if isinstance(gate, ExpertLinear) else None,
+                gate=expert_facts(self._weights, gate) if isinstance(gate, ops.ExpertLinear) else None,
                 up=expert_facts(self._weights, up),
                 **activation_facts(ffn.gate_act),
                 up_activation=None if up_act is None else up_act.kind,
@@ -672,7 +643,7 @@ class _Emission:
         self._expert_sum(down, group.residual(ffn.out), group.out[0])
         self.at.append((ffn.layer, ffn.part))
 
-    def _expert_products(self, op: ExpertLinear) -> None:
+    def _expert_products(self, op: ops.ExpertLinear) -> None:
         """Write the products with one matrix of the experts, for an FFN lowered as separate operations."""
         buffers = self._buffers
         self._fetch(op, op.weights[0], set(), "routed", buffers[op.route])
@@ -681,14 +652,14 @@ class _Emission:
             up=expert_facts(self._weights, op), sparse=False, out=buffers[op.out],
         )  # fmt: skip
 
-    def _expert_sum(self, op: ExpertSum | ExpertLinear, residual: Value | None, out: Value) -> None:
+    def _expert_sum(self, op: ops.ExpertSum | ops.ExpertLinear, residual: Value | None, out: Value) -> None:
         """Write the sum of the experts' down projections; an ExpertLinear keeps its experts' rows apart."""
         self._add(
             "expert_sum", x=self._buffers[op.x], route=self._buffers[op.route], n_expert=op.n_expert,
             down=expert_facts(self._weights, op), residual=self._buffer(residual),
-            neuron_major=isinstance(op, ExpertSum) and op.neuron_major, apart=isinstance(op, ExpertLinear),
-            sparse=self._sparse, out=self._buffers[out],
-            channels=self._copy(op, op.weights[0], op.out.width) if isinstance(op, ExpertSum) else None,
+            neuron_major=isinstance(op, ops.ExpertSum) and op.neuron_major,
+            apart=isinstance(op, ops.ExpertLinear), sparse=self._sparse, out=self._buffers[out],
+            channels=self._copy(op, op.weights[0], op.out.width) if isinstance(op, ops.ExpertSum) else None,
         )  # fmt: skip
 
     def _fetch(
@@ -722,7 +693,7 @@ class _Emission:
         self.at.append((op.layer, op.part))
         fetched.add(rows.group)
 
-    def _fetch_selected(self, ffn: Ffn, fetched: set[int], *, waits: bool = True) -> None:
+    def _fetch_selected(self, ffn: ops.Ffn, fetched: set[int], *, waits: bool = True) -> None:
         """Write the fetch of the rows that a predictor names, as `_fetch`."""
         mask = ffn.mask
         assert mask is not None
@@ -731,7 +702,7 @@ class _Emission:
             mask.first, waits=waits,
         )  # fmt: skip
 
-    def _neurons(self, ffn: Ffn) -> set[int]:
+    def _neurons(self, ffn: ops.Ffn) -> set[int]:
         """Write the neurons' values. Return the groups of rows fetched for them."""
         mask, out = ffn.mask, self._buffers[ffn.selected]
         decides, up = ffn.decides.weight, self._weights.data(one_matrix(ffn.up).weight)
@@ -762,7 +733,7 @@ class _Emission:
             self.at.append((ffn.layer, ffn.part))
         return fetched
 
-    def _fetch_deciding(self, ffn: Ffn) -> set[int]:
+    def _fetch_deciding(self, ffn: ops.Ffn) -> set[int]:
         """Write the fetch of the matrix that decides which neurons fire. Return its group, if in a store."""
         fetched: set[int] = set()
         decides = ffn.decides.weight
@@ -795,8 +766,8 @@ class _Emission:
     def _read_next(self) -> list[np.ndarray]:
         """Return the matrices in memory that operations between this FFN and the next one read."""
         groups = takewhile(lambda group: group.ffn is None, self._behind)
-        ops = (op for group in groups for op in group.ops if not isinstance(op, Ffn))
-        names = [name for op in ops for name in op.matrices]
+        operations = (op for group in groups for op in group.ops if not isinstance(op, ops.Ffn))
+        names = [name for op in operations for name in op.matrices]
         return [
             data
             for name in names
@@ -804,7 +775,7 @@ class _Emission:
             and not (self._streamed is not None and name in self._streamed.places)
         ]
 
-    def _neurons_by_gate(self, ffn: Ffn, fetched: set[int]) -> None:
+    def _neurons_by_gate(self, ffn: ops.Ffn, fetched: set[int]) -> None:
         """Write the gates first, then `up`. The products are the same.
 
         This order is needed if all gates together decide which neurons fire, or to fetch only the rows of
@@ -856,7 +827,7 @@ class _Emission:
 
     # ---- an FFN with adapters
 
-    def _adapted_neurons(self, ffn: Ffn) -> set[int]:
+    def _adapted_neurons(self, ffn: ops.Ffn) -> set[int]:
         """Write the neurons' values if gate or up has adapters, or up is clamped. Return as `_neurons`.
 
         Products, adapters and activations are separate operations. Rows are skipped as without adapters:
@@ -891,7 +862,7 @@ class _Emission:
             self._in_place(ffn, "threshold", out, x=out, threshold=ffn.down_threshold.threshold)
         return fetched
 
-    def _input(self, ffn: Ffn) -> int:
+    def _input(self, ffn: ops.Ffn) -> int:
         """Return the buffer of the input of gate and up, normalised and thresholded."""
         x, norm = self._buffers[ffn.x], ffn.norm
         if norm is None and ffn.in_threshold is None:
@@ -907,7 +878,7 @@ class _Emission:
             self._in_place(ffn, "threshold", h, x=x, threshold=ffn.in_threshold.threshold)
         return h
 
-    def _adapted_product(self, ffn: Ffn, op: Linear, x: int, out: int, scores: Facts) -> None:
+    def _adapted_product(self, ffn: ops.Ffn, op: ops.Linear, x: int, out: int, scores: Facts) -> None:
         """Write a product of an FFN and its adapters. scores: facts of the scores that select rows."""
         if not self._leaves_out_rows(ffn):
             self._product(op, x, out)
@@ -924,7 +895,7 @@ class _Emission:
         if (added := ffn.low_rank(op)) is not None:
             self._of_ffn(ffn, added, x, out)
 
-    def _decide(self, ffn: Ffn, at: int) -> None:
+    def _decide(self, ffn: ops.Ffn, at: int) -> None:
         """Write the activation, thresholds and mask of the sums that decide which neurons fire, in place."""
         if ffn.top_k is not None:
             self._in_place(ffn, "gaussian_top_k", at, x=at, multiplier=ffn.top_k.multiplier)
@@ -935,39 +906,39 @@ class _Emission:
             scores = {"scores": self._buffers[mask.scores], "threshold": mask.threshold, "first": mask.first}
             self._in_place(ffn, "mask", at, x=at, **scores)
 
-    def _activate(self, ffn: Ffn, op: Activate, at: int) -> None:
+    def _activate(self, ffn: ops.Ffn, op: ops.Activate, at: int) -> None:
         if op.xielu is not None:
             self._in_place(ffn, "xielu", at, x=at, **asdict(op.xielu))
         else:
             counts = ffn.gate is None and self._leaves_out_rows(ffn)
             self._in_place(ffn, "activate", at, x=at, kind=op.kind, threshold=op.threshold, counts=counts)
 
-    def _of_ffn(self, ffn: Ffn, added: LowRank, x: int, at: int) -> None:
+    def _of_ffn(self, ffn: ops.Ffn, added: ops.LowRank, x: int, at: int) -> None:
         self._low_rank(added, x, at, at)
         self.at.append((ffn.layer, ffn.part))
 
-    def _in_place(self, ffn: Ffn, operation: str, out: int, **facts: Any) -> None:
+    def _in_place(self, ffn: ops.Ffn, operation: str, out: int, **facts: Any) -> None:
         """Write an operation inside an FFN, whose result may overwrite its input."""
         self._add(operation, **facts, out=out)
         self.at.append((ffn.layer, ffn.part))
 
-    def _product(self, op: Linear, x: int, out: int) -> None:
+    def _product(self, op: ops.Linear, x: int, out: int) -> None:
         """Write the product of x and a matrix. x, out: buffers."""
         self._add("linear", x=x, parts=[{**linear_facts(self._weights, op), "out": out}], gated=False)
 
     # ---- attention
 
-    def _attention(self, main: Attention | Indexer, heads: Sequence[Any]) -> None:
+    def _attention(self, main: ops.Attention | ops.Indexer, heads: Sequence[Any]) -> None:
         """Write an attention or its indexer. heads: the norms and rotations of q and k that were fused."""
-        if isinstance(main, Indexer):
+        if isinstance(main, ops.Indexer):
             self._plain(main, **self._cache(main))
             return
         q, k = main.q, main.k
         rope, q_norm, k_norm = None, None, None
         for op in reversed(heads):
-            if isinstance(op, Rotate):
+            if isinstance(op, ops.Rotate):
                 rope = rope_facts(op.rope)
-            norm = self._norm(op) if isinstance(op, RMSNorm) else None
+            norm = self._norm(op) if isinstance(op, ops.RMSNorm) else None
             if op.out == q:
                 q, q_norm = op.x, norm or q_norm
             else:
@@ -984,11 +955,13 @@ class _Emission:
 
     # ---- small things
 
-    def _channels(self, ops: Sequence[Linear | None]) -> list[Facts | None]:
+    def _channels(self, operations: Sequence[ops.Linear | None]) -> list[Facts | None]:
         """Return the input-major copies of some products, as `_copy`."""
-        return [None if op is None else self._copy(op, op.weight, op.out.width, op.first_row) for op in ops]
+        return [
+            None if op is None else self._copy(op, op.weight, op.out.width, op.first_row) for op in operations
+        ]
 
-    def _copy(self, op: Linear | ExpertSum, weight: str, width: int, first: int = 0) -> Facts | None:
+    def _copy(self, op: ops.Linear | ops.ExpertSum, weight: str, width: int, first: int = 0) -> Facts | None:
         """Return the facts of an input-major copy; None if the product reads its rows instead.
 
         They are its data, all its outputs, the outputs of a tile, its first output, and the share of channels
@@ -1014,16 +987,16 @@ class _Emission:
     def _bias(self, name: str | None) -> np.ndarray | None:
         return None if name is None else decoded_vector(self._weights, name)
 
-    def _norm(self, op: RMSNorm | LayerNorm | None) -> Facts | None:
+    def _norm(self, op: ops.RMSNorm | ops.LayerNorm | None) -> Facts | None:
         if op is None:
             return None
-        bias = self._bias(op.bias) if isinstance(op, LayerNorm) else None
+        bias = self._bias(op.bias) if isinstance(op, ops.LayerNorm) else None
         ones = np.ones(op.x.width, np.float32)
         weight = ones if op.weight is None else decoded_vector(self._weights, op.weight)
-        return {"layer": isinstance(op, LayerNorm), "weight": weight, "bias": bias, "eps": op.eps}
+        return {"layer": isinstance(op, ops.LayerNorm), "weight": weight, "bias": bias, "eps": op.eps}
 
 
-def rope_facts(rope: Rope) -> Facts:
+def rope_facts(rope: ops.Rope) -> Facts:
     """Return a rotation as facts of a native operation."""
     return {
         "kind": rope.kind, "n_rot": rope.n_rot, "freq": list(rope.freq), "magnitude": rope.magnitude,

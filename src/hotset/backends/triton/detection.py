@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hotset.backends.registry import SIMULATED
-from hotset.backends.triton.devices import device_name, find_device
+from hotset.backends.triton.devices import SIMULATED, device_name, find_device
 from hotset.errors import DeviceError, InvalidRequestError
 from hotset.placement import detect
 from hotset.placement.detect import Examined

@@ -17,10 +17,9 @@ from hotset.backends.device.opening import open_chain as chain_of
 from hotset.backends.device.opening import shared_with_cpu
 from hotset.backends.device.stage import CpuShare
 from hotset.backends.pipeline import ChainBackend
-from hotset.backends.registry import SIMULATED
 from hotset.backends.stage import OUTPUT_ROWS, SLICE_VALUES, STREAM_BYTES, STREAM_FROM, BackendOptions, Stage
 from hotset.backends.triton import open_gpu
-from hotset.backends.triton.devices import find_device, limit_memory
+from hotset.backends.triton.devices import SIMULATED, find_device, limit_memory
 from hotset.backends.triton.measuring import synchronisation
 from hotset.backends.triton.options import DEFAULT_OPTIONS, GpuOptions
 from hotset.formats.source import WeightSource
@@ -37,6 +36,10 @@ if TYPE_CHECKING:
     from hotset import _core
     from hotset.backends.triton.cpu_offload import CpuOffload, Kind
     from hotset.placement.channels import ChannelPlan
+
+_SOFTWARE = (
+    384 << 20
+)  # bytes of a GPU's software: compiled and loaded kernels, and memory that the driver pins
 
 
 def open_placed(
@@ -99,11 +102,11 @@ def open_chain(
     options.sparse: applies to all stages; layers can be split only if it is set. Raises the errors of
     GpuStage, CpuOffload and CpuBackend.
     """
-    opener = _StageOpener(placement, weights, graph, options, worker, gpu)
+    opener = _TorchOpener(placement, weights, graph, options, worker, gpu)
     return chain_of(opener, placement, weights, graph, options, isa=worker.isa)
 
 
-class _StageOpener:
+class _TorchOpener:
     """An opener of stages on torch devices, each with a CPU worker of its own if layers are split."""
 
     name, chain = "hybrid", ChainBackend
@@ -208,10 +211,15 @@ def _planned_for(
     return placement.budget.devices[piece.device :][:1] if placement.budget and alone else ()
 
 
+def software_bytes(devices: Sequence[str]) -> int:
+    """Return the bytes of host memory for the devices' software, as Opener.software_bytes does."""
+    return _SOFTWARE if {*devices} - {SIMULATED} else 0
+
+
 def host_workspace(
     placement: Placement, weights: StoredWeights, graph: Graph, options: BackendOptions
 ) -> int:
-    """Return the bytes of host memory that the chain of a placement takes, without weights and cache.
+    """Return the bytes of host memory of a placement, as Opener.host_workspace does.
 
     They are the memory of the CPU's stages and workers, which are built for this without devices, and of the
     bytes in transfer to and from devices. weights: an empty store.

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.backends.device.planning import within_budget
-from hotset.backends.registry import SIMULATED
-from hotset.backends.triton.devices import find_device, free_bytes
+from hotset.backends.triton.devices import SIMULATED, find_device, free_bytes
 from hotset.backends.triton.measuring import device_key, force_misses, measure
 from hotset.backends.triton.plugin import check_cache
 from hotset.errors import UnsupportedModelError
@@ -31,6 +30,10 @@ if TYPE_CHECKING:
 # Bytes of a CUDA device that torch's allocator needs in addition to tensors: the ends of pieces (arena.py),
 # the pool of captured steps, and values and streamed rows in segments of 20 MiB.
 ALLOCATOR_BYTES = 96 << 20
+_OF_SIMULATED = (
+    "the simulated GPU makes nothing faster: PyTorch computes its part on the CPU; the plan is that of a "
+    "desktop with a GPU of 500 GB/s"
+)
 
 
 def cache_facts(device: str) -> tuple[str, ...]:
@@ -68,6 +71,7 @@ def placement_facts(model: ModelToPlace, devices: Sequence[str | Card]) -> Place
         cards=tuple(str(one) for one in devices if isinstance(one, Card)),
         pinnable=free_memory() if any(map(_is_cuda, devices)) else None,
         limited=model.limited,
+        notes=(_OF_SIMULATED,) if SIMULATED in devices else (),
     )
 
 
@@ -127,7 +131,9 @@ def limit_of(device: str | Card, context: int, budget: float | None) -> Device:
     else:
         found = find_device(device)
         name, kind, free = device, found.type, free_bytes(found) + context  # the context already exists
-    whole = Device(name, free, context, ALLOCATOR_BYTES if kind == "cuda" else 0)
+    whole = Device(
+        name, free, context, ALLOCATOR_BYTES if kind == "cuda" else 0, pins=name.startswith("cuda")
+    )  # fmt: skip
     if kind == "cpu" and budget in (None, -1):  # a simulated device
         return whole
     if isinstance(device, Card):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hotset.backends.base import BLOCK_SIZE
@@ -25,6 +25,7 @@ from hotset.backends.vulkan.memory import (
 )
 from hotset.backends.vulkan.program import KV_CHANNELS
 from hotset.backends.vulkan.program import missing_kernel as missing_operation
+from hotset.backends.vulkan.recurrent import derived_pieces
 from hotset.backends.vulkan.split import exchange_bytes
 from hotset.backends.vulkan.steps import forms_of, part_bytes, places_of, steps_of
 from hotset.backends.vulkan.weights import COMPUTED as COMPUTED_TYPES
@@ -58,33 +59,59 @@ def missing_kernel(op: Primitive, tensors: Mapping[str, TensorInfo], kv_type: KV
     return missing_operation(op)
 
 
-def matrix_bytes(op: Primitive, tensors: Mapping[str, TensorInfo]) -> int:
-    """Return the bytes that an operation's matrices take on a device, with all experts."""
-    n_bytes = 0
+def matrix_pieces(op: Primitive, tensors: Mapping[str, TensorInfo]) -> dict[object, int]:
+    """Return the sizes of the pieces of memory for an operation's matrices, with all experts, by key."""
+    pieces: dict[object, int] = {}
     for name in () if isinstance(op, ops.Embed) else op.matrices:
         info = tensors[name]
         if isinstance(op, ops.TransposedLinear) and op.scales is not None:  # planes are stored unchanged
-            n_bytes += planned_bytes(info.nbytes)
+            pieces[name] = info.nbytes
             continue
-        n_cols, n_rows, n_matrices = (*info.shape, 1, 1)[:3]
+        n_cols, n_rows, n_matrices, first = *(*info.shape, 1, 1)[:3], 0
         if isinstance(op, ops.Linear):
-            n_rows = op.out.width
+            first, n_rows, n_matrices = op.first_row, op.out.width, 1
         elif isinstance(op, ops.ExpertLinear):
-            n_rows = op.n_rows
+            first, n_rows = op.first_row, op.n_rows
+        elif isinstance(op, ops.TransposedHeads):
+            n_rows, n_matrices = n_rows * n_matrices, 1
         tiles = -(-n_rows // TILE) * n_matrices
-        n_bytes += sum(planned_bytes(size * tiles) for size in tile_bytes(info.type, n_cols))
-    return n_bytes
+        for i, size in enumerate(tile_bytes(info.type, n_cols)):
+            pieces[name, first, n_rows, i] = size * tiles
+    return pieces
 
 
-def weight_bytes(op: Primitive, tensors: Mapping[str, TensorInfo]) -> int:
-    """Return the bytes that an operation's weights take on a device. The host looks up embeddings."""
-    vectors = (weight.name for weight in op.weights_read if weight.kind == "vector")
-    of_vectors = sum(planned_bytes(4 * tensors[name].n_elements) for name in vectors)
-    if isinstance(op, ops.Attention) and op.slopes is not None:
-        of_vectors += planned_bytes(4 * len(op.slopes))
-    if isinstance(op, ops.Recurrent):  # more vectors are derived from some of them
-        of_vectors *= 2
-    return matrix_bytes(op, tensors) + of_vectors
+def vector_pieces(op: Primitive, tensors: Mapping[str, TensorInfo]) -> dict[object, int]:
+    """Return the sizes of the pieces of memory for an operation's vectors, by key."""
+    names = [weight.name for weight in op.weights_read if weight.kind == "vector"]
+    pieces: dict[object, int] = {name: _NUMBER * tensors[name].n_elements for name in names}
+    match op:
+        case ops.Linear() if op.bias is not None:
+            del pieces[op.bias]
+            pieces[op.bias, op.first_row, op.out.width] = _NUMBER * op.out.width
+        case ops.Scale() if op.weight is not None and op.first_weight:
+            del pieces[op.weight]
+            pieces[op.weight, op.first_weight, op.x.width] = _NUMBER * op.x.width
+        case ops.Attention() if op.slopes is not None:
+            pieces[op.slopes] = _NUMBER * len(op.slopes)
+    return pieces | (derived_pieces(op) if isinstance(op, ops.Recurrent) else {})
+
+
+def weight_bytes(operations: Iterable[Primitive], tensors: Mapping[str, TensorInfo]) -> int:
+    """Return the bytes that operations' weights take on a device. The host looks up embeddings."""
+    return sum(map(planned_bytes, weight_pieces(operations, tensors).values()))
+
+
+def weight_pieces(operations: Iterable[Primitive], tensors: Mapping[str, TensorInfo]) -> dict[object, int]:
+    """Return the sizes of the pieces of memory for operations' weights, each piece once, by key."""
+    pieces: dict[object, int] = {}
+    for op in operations:
+        pieces |= matrix_pieces(op, tensors) | vector_pieces(op, tensors)
+    return pieces
+
+
+def matrix_bytes(op: Primitive, tensors: Mapping[str, TensorInfo]) -> int:
+    """Return the bytes that an operation's matrices take on a device, with all experts."""
+    return sum(map(planned_bytes, matrix_pieces(op, tensors).values()))
 
 
 def neuron_bytes(ffn: ops.Ffn, tensors: Mapping[str, TensorInfo]) -> tuple[int, int, int]:
@@ -167,13 +194,18 @@ def state_bytes(op: ops.Recurrent) -> int:
 
 def cache_bytes(op: Primitive, kv_type: KVType, n_blocks: int, n_states: int) -> int:
     """Return the device bytes of an operation's keys and values, or of its states."""
+    return sum(map(planned_bytes, cache_pieces(op, kv_type, n_blocks, n_states)))
+
+
+def cache_pieces(op: Primitive, kv_type: KVType, n_blocks: int, n_states: int) -> list[int]:
+    """Return the sizes of the pieces of memory for an operation's keys and values, or for its states."""
     if isinstance(op, ops.NgramEmbed):  # the host computes it
-        return 0
+        return []
     if isinstance(op, ops.Recurrent):
-        return planned_bytes(n_states * state_bytes(op))
+        return [n_states * state_bytes(op)]
     if not isinstance(op, ops.Attention) or op.source is not None or kv_type not in KV_CHANNELS:
-        return 0
-    return sum(map(planned_bytes, cache_sizes(op, kv_type, n_blocks)))
+        return []
+    return cache_sizes(op, kv_type, n_blocks)
 
 
 def workspace_bytes(

@@ -48,11 +48,11 @@ def open_placed(
 
     options.sparse: applies to the CPU's layers and neurons. staged: as in pipelines.open_device.
     """
-    opener = _StageOpener(placement, weights, graph, options, staged=staged)
+    opener = _VulkanOpener(placement, weights, graph, options, staged=staged)
     return open_chain(opener, placement, weights, graph, options)
 
 
-class _StageOpener:
+class _VulkanOpener:
     """The opener of a placement's stages.
 
     It opens each device once and tunes it if needed (autotune.py). All stages of a device together stay

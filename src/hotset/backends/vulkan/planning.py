@@ -285,7 +285,7 @@ def model_facts(
     for op in output:
         if (what := budget.missing_kernel(op, tensors, kv_type)) is not None:
             raise refused(op.out.name, what)
-    weights = sum(budget.weight_bytes(op, tensors) for op in output)
+    weights = budget.weight_bytes(output, tensors)
     workspace = budget.workspace_bytes(graph, tensors, max_batch, n_blocks, n_states)
     if moe:
         workspace += budget.expert_cache_bytes(list(moe.values()), tensors, max_batch)
@@ -336,10 +336,10 @@ def _layer(
     n_blocks, n_states = cache
     missing = next(filter(None, (budget.missing_kernel(op, tensors, kv_type) for op in operations)), None)
     fixed = kv = kv_read = idle = 0
+    if missing is None:
+        fixed = budget.weight_bytes(operations, tensors)
     for op in operations:
-        if missing is None:
-            fixed += budget.weight_bytes(op, tensors)
-        else:
+        if missing is not None:
             fixed += sum(tensors[name].nbytes for name in op.matrices if not isinstance(op, ops.Embed))
         if isinstance(op, ops.ExpertLinear | ops.ExpertSum):
             all_bytes = sum(tensors[name].nbytes for name in op.matrices)

@@ -22,7 +22,7 @@ CAPABILITIES = Capabilities(
     ),
     kv_types=("f32", "f16", "q8_0"),
     adapters=True, speculation=True, prompt_cache=True, neuron_split=True, expert_cache=True,
-    images=True,
+    images=True, timings=True,
     state="tested on a software driver; an older version was measured on an NVIDIA H100; never run on AMD, "
     "Apple or Intel GPUs",
     determinism="the same bits for any batch, chunk and driver; quantised products, norms and attention have "

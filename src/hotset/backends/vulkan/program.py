@@ -35,43 +35,9 @@ from hotset.backends.vulkan.steps import (
 )
 from hotset.backends.vulkan.weights import FLOATS, JoinedProducts, MatrixPart, VulkanMatrix, VulkanWeights
 from hotset.load_parameters import KVType
+from hotset.model import operations as ops
 from hotset.model.graph import Graph
-from hotset.model.operations import (
-    Activate,
-    Add,
-    AddStreams,
-    Attention,
-    ChannelScan,
-    DeltaNet,
-    ExpertLinear,
-    ExpertSum,
-    GaussianTopK,
-    HeadDot,
-    Heads,
-    LayerNorm,
-    Linear,
-    LowRank,
-    Mask,
-    MatchMagnitude,
-    Multiply,
-    Primitive,
-    RMSNorm,
-    Rotate,
-    Route,
-    Scale,
-    Scoring,
-    SelectiveScan,
-    SelectOutputs,
-    ShortConv,
-    SimilarityGate,
-    SoftCap,
-    Threshold,
-    TransposedHeads,
-    TransposedLinear,
-    UnitNorm,
-    Value,
-    Wkv,
-)
+from hotset.model.operations import Primitive, Value
 
 _TILE = 32  # rows of a workgroup, and its tokens in kernels for many tokens
 _BLOCKS_OF_GROUP = 8  # csrc/vulkan/shaders/quantize.comp
@@ -91,7 +57,7 @@ _ONE, _JOINED, _NEURONS, _ROUNDED_NEURONS = range(4)  # results of csrc/vulkan/s
 _ALONE = 0, 0, 0, 0, 0, 0  # push constants of a product without joined ones
 _ALL = 0xFFFFFFFF  # a token sees all positions
 _BIAS, _RESIDUAL, _FIRING, _CHOSEN = 1, 2, 4, 8
-_SCORINGS: Mapping[Scoring, int] = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
+_SCORINGS: Mapping[ops.Scoring, int] = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
 _MOST_EXPERTS, _LANES_OF_ROUTE = 512, 64  # csrc/vulkan/shaders/route.comp
 _CUT_FROM = 64  # from this many tokens on, each layer has its own submission
 
@@ -298,72 +264,72 @@ class RecordedGraph:
             if not isinstance(op, SplitOperation) and (what := missing_kernel(op)) is not None:
                 raise refused(op.out.name, what)
         match step.op:
-            case Linear() if step.products:
+            case ops.Linear() if step.products:
                 return self._products(step)
-            case RMSNorm() | UnitNorm() | LayerNorm():
+            case ops.RMSNorm() | ops.UnitNorm() | ops.LayerNorm():
                 return self._norm(step.op)
-            case GaussianTopK():
+            case ops.GaussianTopK():
                 return self._moments(step.op.x, step.out, None, _TOP_K, step.op.multiplier)
-            case MatchMagnitude():
+            case ops.MatchMagnitude():
                 return self._moments(step.op.x, step.out, step.op.like, _MATCH, step.op.least)
-            case Linear():
+            case ops.Linear():
                 return self._linear(step)
-            case TransposedLinear():
+            case ops.TransposedLinear():
                 return self._transposed(step)
-            case TransposedHeads():
+            case ops.TransposedHeads():
                 return self._transposed(step)
-            case Heads():
+            case ops.Heads():
                 return self._heads(step.op)
-            case HeadDot():
+            case ops.HeadDot():
                 return self._head_dot(step.op)
-            case SimilarityGate():
+            case ops.SimilarityGate():
                 return self._similarity_gate(step.op)
-            case AddStreams():
+            case ops.AddStreams():
                 return self._add_streams(step.op)
-            case ShortConv():
+            case ops.ShortConv():
                 return short_conv(self, step.op)
-            case DeltaNet() | SelectiveScan() | ChannelScan() | Wkv():
+            case ops.DeltaNet() | ops.SelectiveScan() | ops.ChannelScan() | ops.Wkv():
                 return scan(self, step.op)
-            case ExpertLinear():
+            case ops.ExpertLinear():
                 return self._expert_linear(step.op)
-            case ExpertSum():
+            case ops.ExpertSum():
                 return self._expert_sum(step.op)
-            case Route():
+            case ops.Route():
                 return self._route(step.op)
-            case Rotate():
+            case ops.Rotate():
                 return self._rotate(step.op)
-            case Attention():
+            case ops.Attention():
                 return self._attention(step)
-            case LowRank():
+            case ops.LowRank():
                 return self._low_rank(step.op)
-            case SelectOutputs():
+            case ops.SelectOutputs():
                 return self._select(step.op)
-            case Activate():
+            case ops.Activate():
                 return self._activate(step)
-            case Multiply():
+            case ops.Multiply():
                 return self._elementwise(step.out, step.op.a, step.op.b, _MULTIPLY)
-            case Add():
+            case ops.Add():
                 return self._elementwise(step.out, step.op.a, step.op.b, _ADD)
-            case SoftCap():
+            case ops.SoftCap():
                 return self._elementwise(step.out, step.op.x, step.op.x, _SOFT_CAP, numbers=(step.op.cap,))
-            case Mask():
+            case ops.Mask():
                 op = step.op
                 return self._elementwise(
                     op.out, op.x, op.scores, _MASK, numbers=(op.threshold,), first_neuron=op.first
                 )
-            case Threshold():
+            case ops.Threshold():
                 flags = self.inputs["thresholded"].bound()
                 return self._elementwise(step.out, step.op.x, flags, _THRESHOLD, numbers=(step.op.threshold,))
-            case Scale():
+            case ops.Scale():
                 return self._scale(step.op)
             case _:
                 raise refused(step.op.out.name, type(step.op).__name__)
 
-    def _norm(self, op: RMSNorm | UnitNorm | LayerNorm) -> Record:
-        weight = None if isinstance(op, UnitNorm) or op.weight is None else self.weights.vector(op.weight)
-        bias = self.weights.vector(op.bias) if isinstance(op, LayerNorm) and op.bias is not None else None
+    def _norm(self, op: ops.RMSNorm | ops.UnitNorm | ops.LayerNorm) -> Record:
+        weight = None if isinstance(op, ops.UnitNorm) or op.weight is None else self.weights.vector(op.weight)
+        bias = self.weights.vector(op.bias) if isinstance(op, ops.LayerNorm) and op.bias is not None else None
         width = op.x.width // op.n_head
-        kind = _LAYER if isinstance(op, LayerNorm) else _RMS
+        kind = _LAYER if isinstance(op, ops.LayerNorm) else _RMS
         stride = width if weight is not None and weight.size == 4 * op.x.width else 0
         push = (width, stride_of(op.x), stride_of(op.out), stride, op.eps)
 
@@ -392,7 +358,7 @@ class RecordedGraph:
 
         return record
 
-    def _heads(self, op: Heads) -> Record:
+    def _heads(self, op: ops.Heads) -> Record:
         common = op.x if op.shared is None else op.shared
         push = (
             op.out.width, stride_of(op.x), stride_of(common), stride_of(op.out), op.x.width // op.n_head,
@@ -405,7 +371,7 @@ class RecordedGraph:
 
         return record
 
-    def _head_dot(self, op: HeadDot) -> Record:
+    def _head_dot(self, op: ops.HeadDot) -> Record:
         weight = self.weights.vector(op.weight)
         dims = op.a.width // op.n_head, op.x.width // op.n_head
         push = *dims, *(stride_of(value) for value in (op.x, op.a, op.b, op.out))
@@ -416,7 +382,7 @@ class RecordedGraph:
 
         return record
 
-    def _similarity_gate(self, op: SimilarityGate) -> Record:
+    def _similarity_gate(self, op: ops.SimilarityGate) -> Record:
         push = op.x.width, op.x.width, *(stride_of(value) for value in (op.x, op.a, op.b, op.out))
 
         def record(to: Recorder, n: int) -> None:
@@ -425,7 +391,7 @@ class RecordedGraph:
 
         return record
 
-    def _add_streams(self, op: AddStreams) -> Record:
+    def _add_streams(self, op: ops.AddStreams) -> Record:
         x, weights, width = op.x or op.y, op.weights or op.y, op.out.width // op.n_streams
         push = (
             op.out.width, *(stride_of(value) for value in (x, op.y, weights, op.out)), width,
@@ -440,7 +406,7 @@ class RecordedGraph:
 
     def _linear(self, step: FusedStep) -> Record:
         op, out, residual, wanted = step.op, step.out, step.other, step.wanted
-        assert isinstance(op, Linear)
+        assert isinstance(op, ops.Linear)
         if step.is_hot:
             rows = op.first_row + self._hot(op)
             matrix, first_bias = self.weights.chosen(op.weight, op.x.width, rows), 0
@@ -448,8 +414,8 @@ class RecordedGraph:
             bias = bias and self.weights.numbers_of(bias, (op.bias, op.first_row), rows)
         else:
             matrix, bias, first_bias = self.weights.of_product(op)
-        mask = wanted if isinstance(wanted, Mask) else None
-        firing = wanted.scores if isinstance(wanted, Mask) else wanted
+        mask = wanted if isinstance(wanted, ops.Mask) else None
+        firing = wanted.scores if isinstance(wanted, ops.Mask) else wanted
         strides = [stride_of(value) if value else 0 for value in (out, residual, firing)]
 
         def record(to: Recorder, n: int) -> None:
@@ -481,16 +447,16 @@ class RecordedGraph:
 
     def _joined(self, joined: JoinedProducts) -> Record:
         """Return the record of products whose results are adjacent."""
-        (matrix, biases), ops = self.weights.of_products(joined), joined.ops
-        places = [self._pieces[op.out.id, False] for op in ops]
-        rows = np.cumsum([op.out.width for op in ops])[:-1].tolist()
+        (matrix, biases), operations = self.weights.of_products(joined), joined.ops
+        places = [self._pieces[op.out.id, False] for op in operations]
+        rows = np.cumsum([op.out.width for op in operations])[:-1].tolist()
         outs = [(place.offset - places[0].offset) // 4 for place in places[1:]]
-        strides = [stride_of(op.out) for op in ops]
-        spare = [0] * (3 - len(ops))
+        strides = [stride_of(op.out) for op in operations]
+        spare = [0] * (3 - len(operations))
         others = *rows, *(_ALL for _ in spare), *outs, *spare, *strides[1:], *spare
 
         def record(to: Recorder, n: int) -> None:
-            x, x_stride = self._input(to, n, ops[0].x, matrix)
+            x, x_stride = self._input(to, n, operations[0].x, matrix)
             size = places[-1].offset - places[0].offset + 4 * n * strides[-1]
             ends = [x, places[0].bound(size, written=True), biases.bound() if biases else None, None, None]
             self._product(to, n, matrix, ends, (x_stride, strides[0], 0, 0), joined=others)
@@ -499,16 +465,16 @@ class RecordedGraph:
 
     def _gated(self, step: FusedStep, joined: JoinedProducts) -> Record:
         """Return the record of the neurons of few tokens: activated gates times up, in one dispatch."""
-        (matrix, biases), ops = self.weights.of_products(joined), joined.ops
-        last, n_ff = step.more[-1], ops[0].out.width
-        assert isinstance(last.op, Activate)
+        (matrix, biases), operations = self.weights.of_products(joined), joined.ops
+        last, n_ff = step.more[-1], operations[0].out.width
+        assert isinstance(last.op, ops.Activate)
         act, form = last.op, self._forms[last.out.id]
         result, stride = _NEURONS, stride_of(last.out)
         if form.by_maker:
             result, stride = _ROUNDED_NEURONS, n_ff // BLOCK
 
         def record(to: Recorder, n: int) -> None:
-            x, x_stride = self._input(to, n, ops[0].x, matrix)
+            x, x_stride = self._input(to, n, operations[0].x, matrix)
             _, *results = self._results(last.out, n)
             tokens = 1 if n == 1 else TOKENS_OF_FEW
             for part in matrix.parts:
@@ -579,7 +545,7 @@ class RecordedGraph:
         ends: Sequence[_core.VulkanBinding | None],
         strides: Sequence[int],
         first_bias: int = 0,
-        mask: Mask | None = None,
+        mask: ops.Mask | None = None,
         joined: Sequence[int] = (),
     ) -> None:
         """Record the product of n rows and a matrix.
@@ -637,7 +603,7 @@ class RecordedGraph:
         bindings = [*bindings, bindings[3]]  # rounded neurons, which only gates have
         to.add("rounded_few", [*constants, *shape, result], bindings, push, groups, n_bytes)
 
-    def _low_rank(self, op: LowRank) -> Record:
+    def _low_rank(self, op: ops.LowRank) -> Record:
         """Return the record of all adapters at `op`: for each, add (x · a) · scale of the token · b to y."""
         adapters = self._adapters
         assert adapters is not None
@@ -665,19 +631,19 @@ class RecordedGraph:
 
     def _bytes_of_low_rank(self, op: Primitive | SplitOperation) -> int:
         """Return the bytes for x · a, and for its product with the scales."""
-        if not isinstance(op, LowRank) or self._adapters is None:
+        if not isinstance(op, ops.LowRank) or self._adapters is None:
             return 0
         n_rows = OUTPUT_ROWS if self.is_of_tail(op.out) else self.max_batch
         return 2 * aligned(4 * n_rows * (self._adapters.rank(op) + 3))
 
     def _transposed(self, step: FusedStep) -> Record:
         op, out, residual = step.op, step.out, step.other
-        assert isinstance(op, TransposedLinear | TransposedHeads)
-        n_head, bias_name = (op.n_head, None) if isinstance(op, TransposedHeads) else (1, op.bias)
+        assert isinstance(op, ops.TransposedLinear | ops.TransposedHeads)
+        n_head, bias_name = (op.n_head, None) if isinstance(op, ops.TransposedHeads) else (1, op.bias)
         width = out.width // n_head
         chosen = self._hot(op) if step.is_hot else None
         tiles = None
-        if isinstance(op, TransposedLinear) and op.scales is not None:
+        if isinstance(op, ops.TransposedLinear) and op.scales is not None:
             matrix = self.weights.planes(op.weight, op.scales, width, chosen)
             if chosen is not None:
                 tiles = self.weights.made((op.weight, "tiles"), lambda: chosen // _TILE)
@@ -708,7 +674,7 @@ class RecordedGraph:
 
         return record
 
-    def _transposed_experts(self, op: ExpertSum, to_parts: BufferRange) -> Record:
+    def _transposed_experts(self, op: ops.ExpertSum, to_parts: BufferRange) -> Record:
         """Return the record of products of each token's neurons with its experts' rows, one per expert."""
         n_rows, width = op.x.width // op.n_used, op.out.width
         matrix = self.weights.experts(op.weights, op.n_expert, width, 0, n_rows)
@@ -729,10 +695,10 @@ class RecordedGraph:
 
         return record
 
-    def _expert_linear(self, op: ExpertLinear) -> Record:
+    def _expert_linear(self, op: ops.ExpertLinear) -> Record:
         return self._of_experts(op, op.of_parts, op.first_row, op.n_rows, None)
 
-    def _expert_sum(self, op: ExpertSum) -> Record:
+    def _expert_sum(self, op: ops.ExpertSum) -> Record:
         parts, width = self.scratch, op.n_used * op.out.width
         if op.neuron_major:
             multiplied = self._transposed_experts(op, parts)
@@ -751,7 +717,7 @@ class RecordedGraph:
 
     def _of_experts(
         self,
-        op: ExpertLinear | ExpertSum,
+        op: ops.ExpertLinear | ops.ExpertSum,
         of_parts: bool,
         first_row: int,
         n_rows: int,
@@ -790,7 +756,7 @@ class RecordedGraph:
 
         return record
 
-    def _route(self, op: Route) -> Record:
+    def _route(self, op: ops.Route) -> Record:
         n_expert = op.x.width
         bias = self.weights.bias(op.bias)
         scales = self.weights.bias(op.scales)
@@ -807,7 +773,7 @@ class RecordedGraph:
 
         return record
 
-    def _rotate(self, op: Rotate) -> Record:
+    def _rotate(self, op: ops.Rotate) -> Record:
         rope = op.rope
         push = (
             op.x.width, stride_of(op.x), stride_of(op.out), op.head_dim, op.first, rope.n_rot,
@@ -823,7 +789,7 @@ class RecordedGraph:
 
     def _attention(self, step: FusedStep) -> Record:
         op = step.op
-        assert isinstance(op, Attention)
+        assert isinstance(op, ops.Attention)
         cache, code = self._cache[op.cache_layer], KV_CODES[self._kv_type]
         sinks = self.weights.bias(op.sinks)
         slopes = None if op.slopes is None else self.weights.made(op.slopes, lambda: np.array(op.slopes))
@@ -865,9 +831,9 @@ class RecordedGraph:
     def _stored(self, step: FusedStep) -> Record:
         """Return the record of the rotation of queries and keys, and of keys and values to the cache."""
         op = step.op
-        assert isinstance(op, Attention)
+        assert isinstance(op, ops.Attention)
         cache, code = self._cache[op.cache_layer], KV_CODES[self._kv_type]
-        rotations = [one.op for one in step.more if isinstance(one.op, Rotate)]
+        rotations = [one.op for one in step.more if isinstance(one.op, ops.Rotate)]
         of_k, of_q = [*rotations, None, None][:2]
         k, q = op.k if of_k is None else of_k.x, None if of_q is None else of_q.x
         of_rope = (0, 0, 0) if of_k is None else (of_k.first, of_k.rope.n_rot, int(of_k.rope.kind == "neox"))
@@ -893,7 +859,7 @@ class RecordedGraph:
 
         return record
 
-    def _select(self, op: SelectOutputs) -> Record:
+    def _select(self, op: ops.SelectOutputs) -> Record:
         push = op.x.width, stride_of(op.x), stride_of(op.out)
 
         def record(to: Recorder, n: int) -> None:
@@ -906,13 +872,13 @@ class RecordedGraph:
 
     def _activate(self, step: FusedStep) -> Record:
         op = step.op
-        assert isinstance(op, Activate)
+        assert isinstance(op, ops.Activate)
         kind, other = (_ACTIVATE, op.x) if step.other is None else (_GATED, step.other)
         f = op.xielu
         numbers = (op.threshold, 0.0, 0.0, 0.0) if f is None else (f.eps, f.positive, f.negative, f.linear)
         return self._elementwise(step.out, op.x, other, kind, ACTIVATIONS[op.kind], numbers=numbers)
 
-    def _scale(self, op: Scale) -> Record:
+    def _scale(self, op: ops.Scale) -> Record:
         if op.weight is None:
             return self._elementwise(op.out, op.x, op.x, _SCALE, numbers=(op.factor,))
         # Numbers after the first are copied, since a binding begins at a multiple of ALIGNMENT.
@@ -959,23 +925,25 @@ _KEPT = 64  # most recordings to keep
 def missing_kernel(op: Primitive) -> str | None:
     """Describe the part of an operation that no kernel computes; None if kernels compute all of it."""
     match op:
-        case Activate() if op.kind not in ACTIVATIONS:
+        case ops.Activate() if op.kind not in ACTIVATIONS:
             return f"the activation {op.kind}"
-        case Attention() if op.blocks is not None:
+        case ops.Attention() if op.blocks is not None:
             return "attention to blocks"
-        case Attention() if op.groups == "only":
+        case ops.Attention() if op.groups == "only":
             return "attention within windows"
-        case SelectOutputs() if op.n > 1:
+        case ops.SelectOutputs() if op.n > 1:
             return "joined tokens"
-        case Attention() if op.chosen is not None:
+        case ops.Attention() if op.chosen is not None:
             return "attention to the keys that an indexer chose"
-        case Rotate() if op.rope.every > 1:
+        case ops.Rotate() if op.rope.every > 1:
             return "the rotation of blocks"
-        case Route() if op.table is not None or op.scoring not in _SCORINGS:
+        case ops.Route() if op.table is not None or op.scoring not in _SCORINGS:
             return "routes by a table, and scores that are roots"
-        case ExpertSum(neuron_major=False) | ExpertLinear(of_parts=True) if op.x.width // op.n_used % 4:
+        case ops.ExpertSum(neuron_major=False) | ops.ExpertLinear(of_parts=True) if (
+            op.x.width // op.n_used % 4
+        ):
             return f"experts of {op.x.width // op.n_used} neurons (no multiple of 4)"
-        case Route() if op.x.width > _MOST_EXPERTS or max(op.n_used, op.n_groups) > _LANES_OF_ROUTE:
+        case ops.Route() if op.x.width > _MOST_EXPERTS or max(op.n_used, op.n_groups) > _LANES_OF_ROUTE:
             return f"routes of more than {_MOST_EXPERTS} experts, {_LANES_OF_ROUTE} of a token"
     return None if isinstance(op, CAPABILITIES.operations) else type(op).__name__
 

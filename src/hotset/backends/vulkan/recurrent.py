@@ -47,7 +47,7 @@ class Values(Protocol):
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _Operand:
     """An operand of a scan, with a row per token. first: the operand's offset in a row, in floats."""
 
     bound: Callable[[int], _core.VulkanBinding]
@@ -56,7 +56,7 @@ class _Rows:
 
 
 @dataclass(frozen=True)
-class _Scan:
+class _ScanOperands:
     """A scan's operands, as the shader reads them.
 
     share: how many adjacent heads share a key. tiled: 0, or the number n of keys if every n-th head shares
@@ -65,12 +65,12 @@ class _Scan:
 
     kind: int
     by_row: bool
-    reader: _Rows
-    key: _Rows
-    value: _Rows
-    decay: _Rows
-    first: _Rows
-    second: _Rows
+    reader: _Operand
+    key: _Operand
+    value: _Operand
+    decay: _Operand
+    first: _Operand
+    second: _Operand
     share: int = 1
     tiled: int = 0
 
@@ -80,6 +80,20 @@ def scratch_bytes(op: object, n: int) -> int:
     if isinstance(op, ops.DeltaNet):
         return aligned(4 * n * _width_of_keys(op)) + 8 * n * op.alpha.width
     return 8 * n * op.n_head if isinstance(op, ops.SelectiveScan) else 0
+
+
+def derived_pieces(op: ops.Recurrent) -> dict[object, int]:
+    """Return the sizes of the vectors that an operation derives from others, by key."""
+    match op:
+        case ops.ShortConv(weight=None):
+            return {("shift", op.x.width): 4 * len(SHIFT) * op.x.width}
+        case ops.DeltaNet():
+            width = _width_of_keys(op)
+            decay = {("decay", op.step, op.rate): 8 * op.alpha.width}
+            return decay | {("lengths", op.dim_k, width): 4 * width}
+        case ops.SelectiveScan():
+            return {("decay", op.step, op.rate): 8 * op.dt.width}
+    return {}
 
 
 def short_conv(lowered: Values, op: ops.ShortConv) -> Record:
@@ -126,32 +140,32 @@ def scan(lowered: Values, op: ops.DeltaNet | ops.SelectiveScan | ops.ChannelScan
     return record
 
 
-def _operands(lowered: Values, op: ops.Recurrent) -> tuple[Record, _Scan]:
+def _operands(lowered: Values, op: ops.Recurrent) -> tuple[Record, _ScanOperands]:
     """Return the record of the operands' preparation for all tokens at once, and the scan's operands."""
 
-    def rows(value: Value, first: int = 0) -> _Rows:
-        return _Rows(lambda n: lowered.read(value, n), stride_of(value), first)
+    def rows(value: Value, first: int = 0) -> _Operand:
+        return _Operand(lambda n: lowered.read(value, n), stride_of(value), first)
 
-    def vector(name: str) -> _Rows:
+    def vector(name: str) -> _Operand:
         piece = lowered.weights.vector(name)
-        return _Rows(lambda _: piece.bound(), 0)
+        return _Operand(lambda _: piece.bound(), 0)
 
     match op:
         case ops.Wkv() if op.a is not None and op.b is not None:
             r, k, v, w, a, b = map(rows, (op.r, op.k, op.v, op.w, op.a, op.b))
-            return _nothing, _Scan(_WKV7, True, r, k, v, w, a, b)
+            return _nothing, _ScanOperands(_WKV7, True, r, k, v, w, a, b)
         case ops.Wkv():
             r, k, v, w = map(rows, (op.r, op.k, op.v, op.w))
-            return _nothing, _Scan(_WKV6, True, r, k, v, w, w, w)  # the last two are not read
+            return _nothing, _ScanOperands(_WKV6, True, r, k, v, w, w, w)  # the last two are not read
         case ops.ChannelScan():
-            return _nothing, _Scan(
+            return _nothing, _ScanOperands(
                 _CHANNELS, False, rows(op.c), rows(op.b), rows(op.x), vector(op.rate), rows(op.dt),
                 vector(op.skip),
             )  # fmt: skip
         case ops.SelectiveScan():
             record, decay = _decay(lowered, op, lowered.scratch.part(0, scratch_bytes(op, lowered.max_batch)))
             key = op.out.width
-            return record, _Scan(
+            return record, _ScanOperands(
                 _SELECTIVE, False, rows(op.x, key + op.n_group * op.dim_k), rows(op.x, key), rows(op.x),
                 decay, rows(op.x), vector(op.skip), op.n_head // op.n_group,
             )  # fmt: skip
@@ -160,7 +174,9 @@ def _operands(lowered: Values, op: ops.Recurrent) -> tuple[Record, _Scan]:
     raise AssertionError(f"{op.out.name} is not a scan")
 
 
-def _delta_net(lowered: Values, op: ops.DeltaNet, rows: Callable[..., _Rows]) -> tuple[Record, _Scan]:
+def _delta_net(
+    lowered: Values, op: ops.DeltaNet, rows: Callable[..., _Operand]
+) -> tuple[Record, _ScanOperands]:
     """Return the preparation and the operands of a delta net.
 
     Queries and keys pass a norm: x / sqrt(sum(x^2) + e) is 1 / sqrt(dim) times a unit norm.
@@ -179,11 +195,11 @@ def _delta_net(lowered: Values, op: ops.DeltaNet, rows: Callable[..., _Rows]) ->
         bindings = [x, weight.bound(), x, out, out]
         to.add("norm", [_UNIT_NORM, 1, 0], bindings, push, (2 * op.n_head_k, n, 1))
 
-    reader = _Rows(lambda n: keys.bound(4 * n * width), width)
-    key = _Rows(reader.bound, width, width // 2)
+    reader = _Operand(lambda n: keys.bound(4 * n * width), width)
+    key = _Operand(reader.bound, width, width // 2)
     beta = rows(op.beta)
     by_row = op.alpha.width != op.n_head
-    return record, _Scan(
+    return record, _ScanOperands(
         _DELTA, by_row, reader, key, rows(op.x, width), decay, beta, beta, op.n_head // op.n_head_k,
         op.n_head_k if op.tiled else 0,
     )  # fmt: skip
@@ -191,7 +207,7 @@ def _delta_net(lowered: Values, op: ops.DeltaNet, rows: Callable[..., _Rows]) ->
 
 def _decay(
     lowered: Values, op: ops.DeltaNet | ops.SelectiveScan, to_piece: BufferRange
-) -> tuple[Record, _Rows]:
+) -> tuple[Record, _Operand]:
     """Return the record of the decay of each row of a state and of softplus(x + step), and its result.
 
     Each row of the result has both, one after the other.
@@ -211,7 +227,7 @@ def _decay(
         bindings = [lowered.read(x, n), numbers.bound(), out]
         to.add("elementwise", [_DECAY, 0], bindings, push, by_values(n_rows, n))
 
-    return record, _Rows(lambda n: to_piece.bound(8 * n * n_rows), 2 * n_rows)
+    return record, _Operand(lambda n: to_piece.bound(8 * n * n_rows), 2 * n_rows)
 
 
 def _width_of_keys(op: ops.DeltaNet) -> int:

@@ -28,38 +28,17 @@ from hotset.backends.vulkan.split import (
 )
 from hotset.backends.vulkan.weights import FLOATS
 from hotset.formats.gguf import TensorInfo
+from hotset.model import operations as ops
 from hotset.model.graph import Graph
-from hotset.model.operations import (
-    Activate,
-    Add,
-    Attention,
-    Embed,
-    ExpertLinear,
-    ExpertSum,
-    Ffn,
-    LayerNorm,
-    Linear,
-    Mask,
-    Multiply,
-    NgramEmbed,
-    Op,
-    PositionGain,
-    Primitive,
-    RMSNorm,
-    Rotate,
-    SelectOutputs,
-    TransposedLinear,
-    UnitNorm,
-    Value,
-)
+from hotset.model.operations import Op, Primitive, Value
 
-ON_HOST = (Embed, NgramEmbed, PositionGain)  # the host computes their results
+ON_HOST = (ops.Embed, ops.NgramEmbed, ops.PositionGain)  # the host computes their results
 FEW = 8  # up to this many tokens attention is split, and float products use linear_few.comp
 BLOCK = 32  # columns of a matrix that share a scale, and their inputs
 ROUNDED_BYTES = 48  # of a rounded block of inputs (csrc/vulkan/shaders/rounded.glsl)
 _MOST_JOINED = 3  # products of a dispatch (csrc/vulkan/shaders/product.glsl)
 
-_Wanted = Value | Mask | None
+_Wanted = Value | ops.Mask | None
 _Opened = tuple[Primitive | SplitOperation, _Wanted, bool]  # the last: a product of hot neurons
 
 
@@ -83,18 +62,18 @@ class FusedStep:
     @property
     def outs(self) -> tuple[Value, ...]:
         """Return the values that the step writes. A rotated key exists only in the cache."""
-        inside = {self.op.k} if isinstance(self.op, Attention) else set[Value]()
+        inside = {self.op.k} if isinstance(self.op, ops.Attention) else set[Value]()
         return (self.out, *(one.out for one in self.more if one.out not in inside))
 
     @property
     def is_gated(self) -> bool:
         """Return whether a gate, up and the activation are computed together."""
-        return bool(self.more) and isinstance(self.more[-1].op, Activate)
+        return bool(self.more) and isinstance(self.more[-1].op, ops.Activate)
 
     @property
-    def products(self) -> tuple[Linear, ...]:
+    def products(self) -> tuple[ops.Linear, ...]:
         """Return the products of the step, if it computes several of one input."""
-        found = [one.op for one in (self, *self.more) if isinstance(one.op, Linear)]
+        found = [one.op for one in (self, *self.more) if isinstance(one.op, ops.Linear)]
         return tuple(found) if len(found) > 1 else ()
 
     def reads(self, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[Value, bool]]:
@@ -141,9 +120,9 @@ def _can_round(step: FusedStep, id: int, with_floats: bool) -> bool:
     if step.is_gated:
         return id == step.more[-1].out.id and not with_floats
     match step.op:
-        case RMSNorm() | UnitNorm() | LayerNorm():
+        case ops.RMSNorm() | ops.UnitNorm() | ops.LayerNorm():
             return step.op.n_head == 1
-        case Attention():
+        case ops.Attention():
             return id == step.out.id and step.op.head_dim_v % BLOCK == 0
     return False
 
@@ -156,7 +135,7 @@ def steps_of(
 ) -> tuple[list[FusedStep], int]:
     """Return the steps in order, and the index of the first step of the tail, for the rows with logits."""
     steps = list(_Fusing(graph, tensors, taps, shared).steps())
-    tail = (i for i, step in enumerate(steps) if isinstance(step.op, SelectOutputs))
+    tail = (i for i, step in enumerate(steps) if isinstance(step.op, ops.SelectOutputs))
     return steps, next(tail, len(steps))
 
 
@@ -248,12 +227,12 @@ def part_bytes(steps: Sequence[FusedStep], max_batch: int, n_kv_blocks: int) -> 
     the numbers of its stored parts. The third is for one operation's intermediates: expert results before
     their sum, or the inputs of a scan.
     """
-    attention = [step.op for step in steps if isinstance(step.op, Attention)]
+    attention = [step.op for step in steps if isinstance(step.op, ops.Attention)]
     largest = max((op.n_head * (op.head_dim_v + 2) for op in attention), default=0)
     splits, few = n_splits(n_kv_blocks), min(FEW, max_batch)
     of_splits = 4 * few * largest * splits if splits > 1 else 0
     of_counts = 4 * few * max((op.n_head for op in attention), default=0)
-    experts = (step.op.n_used * step.out.width for step in steps if isinstance(step.op, ExpertSum))
+    experts = (step.op.n_used * step.out.width for step in steps if isinstance(step.op, ops.ExpertSum))
     of_scans = (scratch_bytes(step.op, max_batch) for step in steps)
     return of_splits, of_counts, max(4 * max_batch * max(experts, default=0), *of_scans, 4)
 
@@ -264,13 +243,13 @@ def rounded_input(op: Primitive | SplitOperation, tensors: Mapping[str, TensorIn
     Return None for other operations.
     """
     match op:
-        case Linear() | ExpertLinear() | ExpertSum(neuron_major=False):
+        case ops.Linear() | ops.ExpertLinear() | ops.ExpertSum(neuron_major=False):
             return None if tensors[op.matrices[0]].type in FLOATS else op.x
     return None
 
 
 def _value_of(wanted: _Wanted) -> Value | None:
-    return wanted.scores if isinstance(wanted, Mask) else wanted
+    return wanted.scores if isinstance(wanted, ops.Mask) else wanted
 
 
 # -- fusion ----------------------------------------------------------------------------------------
@@ -283,7 +262,7 @@ def _with_hot(
 
     A split FFN yields only its device part. ids: numbers for new values.
     """
-    if shared is None or not isinstance(op, Ffn) or op not in shared:
+    if shared is None or not isinstance(op, ops.Ffn) or op not in shared:
         yield from ((part, wanted, False) for part, wanted in _opened(op, taps))
         return
     if op.route is not None:
@@ -293,7 +272,7 @@ def _with_hot(
     for part, wanted in _opened(hot, taps):
         if part is hot.decides:
             yield from ((added, None, False) for added in operations_before(op, hot))
-        yield part, wanted, isinstance(part, Linear | TransposedLinear)
+        yield part, wanted, isinstance(part, ops.Linear | ops.TransposedLinear)
     yield Gather(op.down.out, hot.down.out, layer=op.layer, part=op.part), None, False
 
 
@@ -302,7 +281,7 @@ def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, _Wanted]]
 
     `up` follows the activated gate, which selects its rows. A predictor selects rows of the first product.
     """
-    if not isinstance(op, Ffn):
+    if not isinstance(op, ops.Ffn):
         yield op, None
         return
     parts, wanted = list(op.primitives), dict[int, _Wanted]()
@@ -310,23 +289,25 @@ def _opened(op: Op, taps: frozenset[str]) -> Iterator[tuple[Primitive, _Wanted]]
     if not is_whole and op.route is None and op.mask is not None:
         wanted[op.decides.out.id] = op.mask
     fires = op.fires_exactly and op.up_act is None and op.product is not None
-    if fires and not is_whole and isinstance(op.up, Linear) and op.gate_threshold is None:
+    if fires and not is_whole and isinstance(op.up, ops.Linear) and op.gate_threshold is None:
         parts.remove(op.up)
         parts.insert(parts.index(op.gate_act) + 1, op.up)
         wanted[op.up.out.id] = op.fires
     yield from ((part, wanted.get(part.out.id)) for part in parts)
 
 
-def _gathered_late(ops: list[_Opened], layers: Collection[int]) -> list[_Opened]:
+def _gathered_late(operations: list[_Opened], layers: Collection[int]) -> list[_Opened]:
     """Move sums that wait for the CPU's experts behind independent operations, such as the shared expert."""
-    for one in [one for one in ops if isinstance(one[0], ExpertSum) and one[0].layer in layers]:
-        at, op = ops.index(one), one[0]
+    for one in [one for one in operations if isinstance(one[0], ops.ExpertSum) and one[0].layer in layers]:
+        at, op = operations.index(one), one[0]
         later = (
-            i for i in range(at + 1, len(ops)) if op.out in ops[i][0].inputs or ops[i][0].layer != op.layer
+            i
+            for i in range(at + 1, len(operations))
+            if op.out in operations[i][0].inputs or operations[i][0].layer != op.layer
         )
         to = next(later, at + 1)
-        ops = [*ops[:at], *ops[at + 1 : to], one, *ops[to:]]
-    return ops
+        operations = [*operations[:at], *operations[at + 1 : to], one, *operations[to:]]
+    return operations
 
 
 class _Fusing:
@@ -344,27 +325,29 @@ class _Fusing:
     ) -> None:
         self._tensors, self._taps, self._result = tensors, taps, graph.result
         ids = count(len(graph.values))
-        ops = [one for op in graph.ops for one in _with_hot(op, taps, shared, ids)]
+        operations = [one for op in graph.ops for one in _with_hot(op, taps, shared, ids)]
         if shared is not None and shared.experts is not None:
-            ops = _gathered_late(ops, shared.experts.layers)
+            operations = _gathered_late(operations, shared.experts.layers)
         self._readers = Counter(
-            value.id for op, wanted, _ in ops for value in (*op.inputs, _value_of(wanted)) if value
+            value.id for op, wanted, _ in operations for value in (*op.inputs, _value_of(wanted)) if value
         )
-        rotations = {op.out: op for op, *_ in ops if isinstance(op, Rotate) and self._is_private(op.out)}
+        rotations = {
+            op.out: op for op, *_ in operations if isinstance(op, ops.Rotate) and self._is_private(op.out)
+        }
         self._rotations = {
             op.out: found
-            for op, *_ in ops
-            if isinstance(op, Attention) and (found := self._rotations_of(op, rotations))
+            for op, *_ in operations
+            if isinstance(op, ops.Attention) and (found := self._rotations_of(op, rotations))
         }
         moved = {one.out for found in self._rotations.values() for one in found}
-        self._ops = [one for one in ops if one[0].out not in moved]
+        self._ops = [one for one in operations if one[0].out not in moved]
 
     def _is_private(self, value: Value) -> bool:
         """Return whether exactly one operation, and nothing else, reads a value."""
         return self._readers[value.id] == 1 and value.name not in self._taps and value != self._result
 
     @staticmethod
-    def _rotations_of(op: Attention, rotations: Mapping[Value, Rotate]) -> tuple[Rotate, ...]:
+    def _rotations_of(op: ops.Attention, rotations: Mapping[Value, ops.Rotate]) -> tuple[ops.Rotate, ...]:
         """Return the rotations of k and q that are computed when k is stored; none, or one of k at least."""
         of_k, of_q = rotations.get(op.k), rotations.get(op.q)
         if of_k is None or op.source is not None or of_k.head_dim != op.head_dim:
@@ -391,10 +374,10 @@ class _Fusing:
         rotations = tuple(FusedStep(one, one.out) for one in self._rotations.get(op.out, ()))
         step = FusedStep(op, op.out, None, wanted, is_hot, rotations)
         behind = self._ops[at + 1][0] if at + 1 < len(self._ops) else None
-        fits = (isinstance(op, Linear | TransposedLinear) and isinstance(behind, Add)) or (
-            isinstance(op, Activate) and isinstance(behind, Multiply)
+        fits = (isinstance(op, ops.Linear | ops.TransposedLinear) and isinstance(behind, ops.Add)) or (
+            isinstance(op, ops.Activate) and isinstance(behind, ops.Multiply)
         )
-        if not (self._is_private(op.out) and fits and isinstance(behind, Add | Multiply)):
+        if not (self._is_private(op.out) and fits and isinstance(behind, ops.Add | ops.Multiply)):
             return 1, step
         other = behind.b if behind.a == op.out else behind.a
         if op.out not in (behind.a, behind.b) or behind.a == behind.b or other.width != op.out.width:
@@ -405,7 +388,7 @@ class _Fusing:
         """Return the step of a gate, up, the activation and their product; None if they cannot be fused."""
         opened = self._ops[at : at + 4]
         match [one[0] for one in opened]:
-            case [Linear() as gate, Linear() as up, Activate() as act, Multiply() as product]:
+            case [ops.Linear() as gate, ops.Linear() as up, ops.Activate() as act, ops.Multiply() as product]:
                 pass
             case _:
                 return None
@@ -420,21 +403,21 @@ class _Fusing:
         last = FusedStep(act, product.out, up.out)
         return FusedStep(gate, gate.out, more=(FusedStep(up, up.out), last))
 
-    def _joined(self, at: int) -> list[Linear]:
+    def _joined(self, at: int) -> list[ops.Linear]:
         """Return products of one input that share a dispatch, such as q, k and v; none if there is one."""
-        found: list[Linear] = []
+        found: list[ops.Linear] = []
         for op, wanted, is_hot in self._ops[at : at + _MOST_JOINED]:
-            if not isinstance(op, Linear) or wanted is not None or is_hot or op.part == "ffn":
+            if not isinstance(op, ops.Linear) or wanted is not None or is_hot or op.part == "ffn":
                 break
             if found and not (self._are_alike(found[0], op) and found[-1].out.width % BLOCK == 0):
                 break
             found.append(op)
         behind = self._ops[at + len(found)][0] if at + len(found) < len(self._ops) else None
-        if found and (isinstance(behind, Add) and found[-1].out in (behind.a, behind.b)):
+        if found and (isinstance(behind, ops.Add) and found[-1].out in (behind.a, behind.b)):
             found.pop()
         return found if len(found) > 1 and self._result not in [op.out for op in found] else []
 
-    def _are_alike(self, a: Linear, b: Linear) -> bool:
+    def _are_alike(self, a: ops.Linear, b: ops.Linear) -> bool:
         """Return whether two products have the same input and type of weights, and both or no biases."""
         types = {self._tensors[op.weight].type for op in (a, b)}
         return a.x == b.x and len(types) == 1 and (a.bias is None) == (b.bias is None)

@@ -126,7 +126,7 @@ class VulkanWeights(KeptWeights[BufferRange]):
         joined = self._joined.get(_rows_of(op))
         if joined is None:
             matrix = self.rows(op.weight, op.x.width, op.first_row, op.out.width)
-            return matrix, self.bias(op.bias), op.first_row
+            return matrix, self.bias(op.bias, op.first_row, op.out.width), 0
         (matrix, biases), rows = self.of_products(joined), list(map(_rows_of, joined.ops))
         at = rows.index(_rows_of(op))
         first = sum(n_rows for *_, n_rows in rows[:at])

@@ -209,13 +209,13 @@ class ChatBody(SamplingFields):
 @router.post("/v1/chat/completions", responses=documented(shapes.ChatReply, EVENT_STREAM))
 async def chat_completions(body: ChatBody, http: Request) -> Response:
     service = await serving(http, body.model, takes_adapter=True)
-    request, reply = await off_loop(http, body.request, service.sampling), _Reply(service, body)
+    request, reply = await off_loop(http, body.request, service.sampling), _ChatReply(service, body)
     if request.stream:
         return await streamed(http, request, reply.events)
     return await whole(http, request, reply.body)
 
 
-class _Reply:
+class _ChatReply:
     """One answer in OpenAI's JSON."""
 
     def __init__(self, service: Service, body: ChatBody) -> None:

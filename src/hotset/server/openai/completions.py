@@ -85,7 +85,7 @@ class CompletionBody(SamplingFields):
 async def completions(body: CompletionBody, http: Request) -> Response:
     service = await serving(http, body.model, takes_adapter=True)
     request = await off_loop(http, body.request, service.sampling)
-    reply = _Reply(service.name, service.model.tokenizer, body)
+    reply = _CompletionReply(service.name, service.model.tokenizer, body)
     if request.stream:
         return await streamed(http, request, reply.events)
     return await whole(http, request, reply.body)
@@ -100,7 +100,7 @@ class _Text:
     tokens: list[int] = field(default_factory=list)
 
 
-class _Reply:
+class _CompletionReply:
     """One answer in OpenAI's JSON."""
 
     def __init__(self, model: str, tokenizer: Tokenizer, body: CompletionBody) -> None:
