@@ -83,6 +83,11 @@ class ImageReader:
         return not self._encoder.causal
 
     @property
+    def n_layers(self) -> int:
+        """Return how many of the model's first layers get a part of the rows of images."""
+        return self._encoder.n_layers
+
+    @property
     def nbytes(self) -> int:
         """Return the most bytes of the encoder, of kept results and of pictures that wait."""
         return self._encoder.nbytes + self._cache_bytes + PICTURE_BYTES
@@ -192,7 +197,8 @@ def _bytes_of(runs: Sequence[ImageTokens]) -> int:
 def _divided(rows: np.ndarray, layout: Layout, encoder: ImageEncoder) -> list[ImageTokens]:
     """Return the rows of an encoded image, divided by the counts of its layout."""
     counts = [piece for piece in layout.pieces if isinstance(piece, int)]
-    assert rows.shape == (sum(counts), encoder.n_embd), "an encoder returns a row per token of the layout"
+    width = encoder.n_embd * (1 + encoder.n_layers)
+    assert rows.shape == (sum(counts), width), "an encoder returns a row per token of the layout"
     assert layout.positions is None or len(counts) == 1, "positions belong to one stretch of tokens"
     ends = np.cumsum(counts)
     return [

@@ -38,7 +38,7 @@ class StandInEncoder:
     """
 
     marker, plain_marker = "<|image|>", "(<|image|>)"
-    nbytes = 1 << 20
+    nbytes, n_layers = 1 << 20, 0
 
     def __init__(self, n_embd: int, *, causal: bool = True, axes: bool = False, tiles: int = 1) -> None:
         self.n_embd, self.causal, self.axes, self.tiles = n_embd, causal, axes, tiles

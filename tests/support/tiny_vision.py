@@ -77,9 +77,11 @@ def _random(model: Any) -> Any:
 
 def _embeddings(features: Any) -> np.ndarray:
     """Return the embeddings of all tiles, whose form depends on the version of transformers."""
-    found = features.pooler_output
-    parts = [found] if isinstance(found, torch.Tensor) else found
-    return np.concatenate([part.reshape(-1, N_EMBD).numpy() for part in parts])
+    found = []
+    for of_layer in (features.pooler_output, *(getattr(features, "deepstack_features", None) or ())):
+        parts = [of_layer] if isinstance(of_layer, torch.Tensor) else of_layer
+        found.append(np.concatenate([part.reshape(-1, N_EMBD).numpy() for part in parts]))
+    return np.concatenate(found, axis=1)
 
 
 def _idefics3() -> Any:
@@ -153,6 +155,21 @@ def _qwen25vl() -> Any:
     return _random(transformers.Qwen2_5_VLForConditionalGeneration(config))
 
 
+def _qwen3vl() -> Any:
+    config = transformers.Qwen3VLConfig(
+        text_config={
+            **TEXT, "num_hidden_layers": 3,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2]},
+        },
+        vision_config={
+            "depth": 4, "hidden_size": 32, "out_hidden_size": N_EMBD, "num_heads": 2, "intermediate_size": 56,
+            "patch_size": 4, "spatial_merge_size": 2, "num_position_embeddings": 36,
+            "deepstack_visual_indexes": [0, 2],
+        },
+    )  # fmt: skip
+    return _random(transformers.Qwen3VLForConditionalGeneration(config))
+
+
 def _qwen_processor() -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -199,6 +216,7 @@ RECIPES = {
     "pixtral": Recipe(_pixtral, _pixtral_processor, _pixtral_features, 4, has_tokenizer=True),
     "qwen2vl": Recipe(_qwen2vl, _qwen_processor, _qwen_features, 4),
     "qwen2.5vl": Recipe(_qwen25vl, _qwen_processor, _qwen_features, 4),
+    "qwen3vl": Recipe(_qwen3vl, _qwen_processor, _qwen_features, 4),
 }
 
 

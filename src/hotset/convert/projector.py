@@ -63,6 +63,17 @@ _QWEN = {
     r"merger\.ln_q": "v.post_ln",
     r"merger\.mlp\.(\d+)": r"mm.\1",
 }
+_QWEN3 = {
+    **_QWEN,
+    r"pos_embed": "v.position_embd",
+    r"blocks\.(\d+)\.attn\.qkv": r"v.blk.\1.attn_qkv",
+    r"blocks\.(\d+)\.mlp\.linear_fc1": r"v.blk.\1.ffn_up",
+    r"blocks\.(\d+)\.mlp\.linear_fc2": r"v.blk.\1.ffn_down",
+    r"merger\.norm": "v.post_ln",
+    r"merger\.linear_fc1": "mm.0",
+    r"merger\.linear_fc2": "mm.2",
+    r"deepstack_merger_list\.(\d+)\.(norm|linear_fc1|linear_fc2)": r"v.deepstack.\1.\2",
+}
 _PIXTRAL = {
     r"patch_conv": "v.patch_embd",
     r"ln_pre": "v.pre_ln",
@@ -151,6 +162,16 @@ def _qwen_keys(
     return keys
 
 
+def _qwen3_keys(
+    vision: Mapping[str, Any], config: Mapping[str, Any], images: Mapping[str, Any]
+) -> dict[str, Any]:
+    n_layer, indexes = integer(vision, "num_hidden_layers"), vision.get("deepstack_visual_indexes")
+    if not isinstance(indexes, list) or sorted({i for i in indexes if i in range(n_layer)}) != indexes:
+        raise UnsupportedModelError("deepstack_visual_indexes in config.json must be layers in rising order")
+    deep = [i in indexes for i in range(n_layer)]
+    return _qwen_keys(vision, config, images) | {"vision.is_deepstack_layers": deep}
+
+
 _OF_SIGLIP = {
     "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "intermediate_size": 3072,
     "num_hidden_layers": 12, "image_size": 224,
@@ -170,6 +191,16 @@ _QWEN2VL = EncoderClass(
     "qwen2vl_merger", r"(model\.)?visual\.", _QWEN,
     _OF_QWEN | {"embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu", "mlp_ratio": 4},
     _CLIP_MEAN, _CLIP_STD, 3, _qwen_keys, {},
+)  # fmt: skip
+_QWEN3VL = EncoderClass(
+    "qwen3vl_merger", r"(model\.)?visual\.", _QWEN3,
+    _OF_QWEN
+    | {
+        "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16,
+        "hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
+    _HALF, _HALF, 3, _qwen3_keys, {"v.position_embd.weight": _T.F32},
 )  # fmt: skip
 _PIXTRAL_CLASS = EncoderClass(
     "pixtral", r"(model\.)?(vision_tower|multi_modal_projector)\.", _PIXTRAL,
@@ -205,6 +236,8 @@ CLASSES = {
         },
         _CLIP_MEAN, _CLIP_STD, 3, _qwen_keys, {},
     ),
+    "Qwen3VLForConditionalGeneration": _QWEN3VL,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN3VL,
 }  # fmt: skip
 
 
@@ -230,7 +263,8 @@ def convert_projector(
     checkpoint = Checkpoint(src)
     keys = _keys(family, config, _processor(src))
     head_dim = keys["vision.embedding_length"] // keys["vision.attention.head_count"]
-    sources = dict(_sources(checkpoint, family, head_dim))
+    deep = [i for i, is_deep in enumerate(keys.get("vision.is_deepstack_layers", ())) if is_deep]
+    sources = dict(_sources(checkpoint, family, head_dim, deep))
     if family.projector == "pixtral":
         sources["v.token_embd.img_break"] = Origin(_row_of_token(src, checkpoint, "[IMG_BREAK]"))
     writer = GGUFWriter(out_path, ARCHITECTURE)
@@ -297,6 +331,11 @@ def _keys(family: EncoderClass, config: Mapping[str, Any], images: Mapping[str, 
         vision["intermediate_size"] = integer(vision, "embed_dim") * integer(vision, "mlp_ratio")
     vision["num_hidden_layers"] = vision.get("depth", vision.get("num_hidden_layers"))
     vision["num_attention_heads"] = vision.get("num_heads", vision.get("num_attention_heads"))
+    if "num_position_embeddings" in vision:
+        side = math.isqrt(n := integer(vision, "num_position_embeddings"))
+        if side**2 != n:
+            raise UnsupportedModelError(f"{n} learned positions in config.json are no square")
+        vision["image_size"] = side * integer(vision, "patch_size")
     for entry in ("do_resize", "do_rescale", "do_normalize"):
         if images.get(entry, True) is not True:
             raise UnsupportedModelError(f"an image processor with {entry} off is not supported")
@@ -369,8 +408,13 @@ def _pattern(full: object, n_layer: int) -> int:
 # ---- tensors
 
 
-def _sources(checkpoint: Checkpoint, family: EncoderClass, head_dim: int) -> Iterator[tuple[str, Origin]]:
-    """Yield (name in the file, its source). Raises an error for a tensor without a place."""
+def _sources(
+    checkpoint: Checkpoint, family: EncoderClass, head_dim: int, deep: Sequence[int]
+) -> Iterator[tuple[str, Origin]]:
+    """Yield (name in the file, its source). Raises an error for a tensor without a place.
+
+    deep: the layers with features for the text model.
+    """
     names = [name for name in (*checkpoint.tensors, *checkpoint.unread) if re.match(family.prefix, name)]
     checkpoint.check_readable(names)
     found: set[str] = set()
@@ -379,6 +423,10 @@ def _sources(checkpoint: Checkpoint, family: EncoderClass, head_dim: int) -> Ite
         if rest.startswith("head.") or rest.endswith("position_ids"):  # of the encoder alone
             continue
         targets, values = _targets(rest, family), checkpoint.tensors[name]
+        targets = [
+            re.sub(r"deepstack\.(\d+)\.(?:linear_)?", lambda m: f"deepstack.{deep[int(m[1])]}.", t)
+            for t in targets
+        ]
         if twice := found & set(targets):
             raise FormatError(f"the checkpoint has two tensors for {min(twice)}, one of them {name}")
         found |= set(targets)

@@ -40,7 +40,7 @@ tap. Names in brackets exist only in some models, and a prefix blk.N is written 
     ffn_share  ffn_share_act  ffn_shared: the product with it  ffn_sum]
     [after thresholds: blk.N.attn_norm_thresholded  attn_thresholded  ffn_norm_thresholded
     ffn_gate_thresholded  ffn_thresholded]
-    blk.N.ffn_down  [blk.N.post_ffw_norm]  [blk.N.ffn_scaled]  blk.N.out
+    blk.N.ffn_down  [blk.N.post_ffw_norm]  [blk.N.ffn_scaled]  blk.N.out  [blk.N.out_with_image]
     [residual streams with gates: streams; in attention hc_attn_norm  hc_attn_down  hc_attn_down_act
     hc_attn_up hc_attn_up_act  hc_attn_gated  hc_attn: their mean, instead of attn_norm  hc_attn_inject:
     weights of the result; in the FFN hc_ffn_norm, ..., and before the output output_hc_norm, ...]
@@ -210,6 +210,8 @@ def _describe(
         if embedded is not None:
             x = model.with_embedding(i, x, embedded)
         x = model.scaled(x, layer.result_scale, f"blk.{i}.out_scaled")
+        if i < config.n_image_layers:
+            x = model.with_image(i, x)
         if streams is not None:
             streams.correct(i, x)
     model.output(x if streams is None else streams.x, streams)
@@ -243,8 +245,9 @@ class Decoder(GraphBuilder):
     def embedding(self, tensor: str = "token_embd") -> Value:
         config, d = self.config, self.config.n_embd
         matrix = self.weights.matrix(tensor, d, config.n_vocab)
+        parts = 1 + config.n_image_layers if tensor == "token_embd" else 0
         x = self.scaled(
-            self.add(ops.Embed(self.value("embedding", d), matrix, replaceable=tensor == "token_embd")),
+            self.add(ops.Embed(self.value("embedding", d), matrix, image_parts=parts)),
             config.embedding_scale,
             "embedding_scaled",
         )
@@ -260,6 +263,11 @@ class Decoder(GraphBuilder):
         if config.unit_embedding:
             return self.add(ops.UnitNorm(self.value("token_embd_norm", d), x, config.norm_eps, 1))
         return self.norm(x, "token_embd_norm") if config.embedding_norm else x
+
+    def with_image(self, i: int, x: Value) -> Value:
+        """Add the part of image rows that belongs to layer i to its result."""
+        out, n_parts = self.value(f"blk.{i}.out_with_image", x.width), 1 + self.config.n_image_layers
+        return self.add(ops.AddImage(out, x, 1 + i, n_parts, **self.where))
 
     def attention(self, i: int, layer: LayerConfig, x: Value) -> Value:
         """Add attention or another token mixer of layer i, and the sum with the stream x."""

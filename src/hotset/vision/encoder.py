@@ -27,7 +27,8 @@ _FIRST_PATCHES = 1024  # for images of a free size, until one needs more
 class ImageEncoder:
     """An open image encoder. Several threads may use it, in turn.
 
-    n_embd: the width of the text model's embedding. causal: whether the text model's tokens of an image see
+    n_embd: the width of the text model's embedding. n_layers: the first layers of the text model whose results
+    get a part of the rows of images, which are 1 + n_layers times as wide. causal: whether the text model's tokens of an image see
     only those before them; False: all of one image (Gemma 3). marker: the text of an image in published chat
     templates, which the pieces of its layout replace. plain_marker: its text for a template without images.
     """
@@ -37,7 +38,8 @@ class ImageEncoder:
         self.config: VisionConfig = config_of_encoder(gguf, self.weights.tensors)
         self.graph = describe_encoder(self.config, self.weights.tensors)
         family = self.config.family
-        self.n_embd, self.causal = self.config.n_out, family.causal
+        self.n_embd, self.n_layers = self.config.n_out, len(self.config.deep)
+        self.causal = family.causal
         self.marker, self.plain_marker = family.marker, family.plain_marker
         self._lock = threading.Lock()
         self._runtime = new_runtime(threads)
@@ -90,13 +92,13 @@ class ImageEncoder:
         return layout_of(self.config, self._sizes(picture, detail, max_tokens))
 
     def encode(self, picture: Picture, detail: Detail = "auto", max_tokens: int | None = None) -> np.ndarray:
-        """Return the embeddings of the picture's image tokens, float32 [n_tokens, n_embd].
+        """Return the embeddings of the picture's image tokens, float32 [n_tokens, n_embd * (1 + n_layers)].
 
         They are bitwise identical for any number of threads. Raises the errors of `layout`, and
         StepCancelledError after `cancel`.
         """
         sizes = self._sizes(picture, detail, max_tokens)
-        out = np.empty((n_tokens_of(self.config, sizes), self.n_embd), np.float32)
+        out = np.empty((n_tokens_of(self.config, sizes), self.n_embd * (1 + self.n_layers)), np.float32)
         at = 0
         with self._lock:
             for step in steps_of(self.config, picture.pixels, sizes):

@@ -22,7 +22,7 @@ _FILTERS = {"tiles": "LANCZOS", "square": "BILINEAR", "free": "BICUBIC", "edge":
 class Patches:
     """The input of one step of the encoder.
 
-    rows: float32 [n_patches, 3 * patch^2]. tokens, rotary, groups: as in Batch. order: for each image token
+    rows: float32 [n_patches, config.n_input]. tokens, rotary, groups: as in Batch. order: for each image token
     of the image, in the prompt's order, its row in the step's result; None: they are in order.
     """
 
@@ -45,6 +45,9 @@ def steps_of(config: VisionConfig, pixels: np.ndarray, sizes: ScaledSizes) -> It
         if config.family.rope is None:
             yield Patches(patches, np.ascontiguousarray(at[:, 0] * columns + at[:, 1]))
             continue
+        if config.family.resized:
+            side = config.side // config.patch
+            patches = np.concatenate([patches, _shares(at, rows, columns, side)], axis=1)
         tokens = np.zeros(len(patches), np.int32)
         if not config.window:
             yield Patches(patches, tokens, at)
@@ -91,6 +94,23 @@ def patches_of(config: VisionConfig, image: np.ndarray) -> np.ndarray:
     channels = normalised.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3)
     grid = channels.reshape(rows, columns, -1).transpose(2, 0, 1)
     return np.ascontiguousarray(_in_tokens(grid, config.merge))
+
+
+def _shares(at: np.ndarray, rows: int, columns: int, side: int) -> np.ndarray:
+    """Return the shares of a square of learned positions in those of patches, by bilinear interpolation.
+
+    at: int32 [n_patches, 2], in a grid of rows and columns whose corners are the square's. The result is
+    float32 [n_patches, side^2].
+    """
+    found = np.zeros((len(at), side, side), np.float32)
+    places = at * (side - 1) / np.maximum(np.array([rows, columns]) - 1, 1)
+    first = np.minimum(places.astype(np.int32), max(side - 2, 0))
+    rest, n = (places - first).astype(np.float32), np.arange(len(at))
+    for row in range(min(2, side)):
+        for column in range(min(2, side)):
+            of_row, of_column = (rest[:, i] if j else 1 - rest[:, i] for i, j in enumerate((row, column)))
+            found[n, first[:, 0] + row, first[:, 1] + column] = of_row * of_column
+    return found.reshape(len(at), -1)
 
 
 def _in_tokens(grid: np.ndarray, merge: int) -> np.ndarray:

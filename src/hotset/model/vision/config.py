@@ -41,7 +41,8 @@ class Family:
     image as one more; "square": one square; "free", "edge": a rectangle with about the image's aspect ratio,
     with limits of its pixels, or of its longer side. merge: patches per side of an image token, if the file
     has no such key. rope: patches have rotary positions by row and column, of these pairs of channels; None:
-    they have learned positions. twice: the patch embedding has two matrices, for two frames of a
+    they have learned positions. resized: they have learned positions too, a square that is scaled to the
+    image's rows and columns. twice: the patch embedding has two matrices, for two frames of a
     video; an image is both. causal: whether the text model's tokens of an image see only those before them.
     marker: the text of an image in published chat templates. plain_marker: its text where a template knows no
     images.
@@ -53,6 +54,7 @@ class Family:
     marker: str
     plain_marker: str
     rope: RopeKind | None = None
+    resized: bool = False
     twice: bool = False
     causal: bool = True
 
@@ -64,6 +66,7 @@ FAMILIES = {  # by projector type
     "pixtral": Family("rms", "edge", 1, "[IMG]", "[IMG]", rope="norm"),
     "qwen2vl_merger": Family("layer", "free", 2, *_QWEN_MARKERS, rope="neox", twice=True),
     "qwen2.5vl_merger": Family("rms", "free", 2, *_QWEN_MARKERS, rope="neox", twice=True),
+    "qwen3vl_merger": Family("layer", "free", 2, *_QWEN_MARKERS, rope="neox", resized=True, twice=True),
 }
 
 
@@ -76,6 +79,7 @@ class VisionConfig:
     image or tile, or of the longer side of another. longest: pixels of the longer side of an image in tiles.
     least, most: pixels of an image of a free size. window: patches per side of a window of attention; 0:
     none. mean, std: of the channels of a pixel between 0 and 1. n_out: width of the text model's embedding.
+    deep: layers whose results are added to those of the text model's first layers (DeepStack).
     """
 
     projector: str
@@ -90,6 +94,7 @@ class VisionConfig:
     least: int = 0
     most: int = 0
     window: int = 0
+    deep: tuple[int, ...] = ()
 
     @property
     def family(self) -> Family:
@@ -102,9 +107,19 @@ class VisionConfig:
         return 3 * self.patch**2
 
     @property
+    def n_input(self) -> int:
+        """Return the numbers of a patch in the step's input: its pixels, and its shares of positions."""
+        return self.n_pixels + (self.tower.n_vocab if self.family.resized else 0)
+
+    @property
     def token_side(self) -> int:
         """Return the pixels per side of an image token."""
         return self.patch * self.merge
+
+
+def deep_layer(i: int) -> str:
+    """Return the names of the tensors that project the result of layer i, without their ends."""
+    return f"v.deepstack.{i}"
 
 
 def is_encoder_file(gguf: GGUFFile) -> bool:
@@ -154,6 +169,7 @@ def config_of_encoder(gguf: GGUFFile, tensors: Mapping[str, TensorInfo]) -> Visi
         keys.integer("vision.projection_dim", 1, 1 << 20),
         _channels(keys, "vision.image_mean", -10.0), _channels(keys, "vision.image_std", 1e-3),
         longest, least, most, window,
+        tuple(i for i in range(1 << 10) if f"{deep_layer(i)}.fc1.weight" in tensors),
     )  # fmt: skip
 
 
@@ -191,7 +207,7 @@ def _tower(
         n_head_kv=n_head,
         head_dim=dim,
         head_dim_v=dim,
-        n_vocab=1 if family.rope else per_side**2,
+        n_vocab=1 if family.rope and not family.resized else per_side**2,
         n_ctx_train=1 << 20,
         norm_eps=keys.real("vision.attention.layer_norm_epsilon", 0.0, 1.0),
         norm=family.norm,
