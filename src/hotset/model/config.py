@@ -217,9 +217,9 @@ class ModelConfig:
     part of the model. slopes: see operations.Attention. query_gain: beta and length of the
     operations.PositionGain that multiplies queries; None: no gain. n_embd_layer: width of the per-layer
     embedding of a token; 0: none. sections: pairs of channels for time, row and column of a rotary position,
-    which only tokens of images need; empty: all tokens rotate by their index. n_image_layers: the first layers
-    to whose results a part of image rows is added, which are so much wider. indexing: None: a token attends
-    to all keys. See Architecture for the rest.
+    which only tokens of images need; empty: all tokens rotate by their index. n_image_layers: the first
+    layers to whose results a part of image rows is added, which are so much wider. indexing: None: a token
+    attends to all keys. See Architecture for the rest.
     """
 
     architecture: str

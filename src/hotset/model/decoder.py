@@ -11,7 +11,7 @@ tap. Names in brackets exist only in some models, and a prefix blk.N is written 
     [MLA: blk.N.attn_q_a  attn_q_a_norm  attn_kv_a  attn_kv_a_norm: latent vectors  attn_kv_b or attn_k_own:
     the heads' projections of them  attn_k_shared  attn_k_shared_rope]
     blk.N.attn: the heads' results, side by side   attn_out: after attn_output
-    [blk.N.post_attention_norm]  [blk.N.attn_scaled]
+    [blk.N.post_attention_norm]  [blk.N.attn_scaled]  [blk.N.ls1  ls2: times a number per channel]
     [blk.N.attn_sub_norm  ffn_sub_norm: inputs of attn_output and ffn_down]
     [blk.N.attn_qg: queries and gates  attn_gate  attn_gate_act  attn_gated: attn * attn_gate_act]
     instead of these, in a short convolution:
@@ -283,7 +283,7 @@ class Decoder(GraphBuilder):
         out = self._mixed(i, layer, h)
         if layer.post_norm:
             out = self.norm(out, f"{blk}.post_attention_norm", eps=config.post_norm_eps)
-        out = self.scaled(out, config.residual_scale, f"{blk}.attn_scaled")
+        out = self._by_channel(self.scaled(out, config.residual_scale, f"{blk}.attn_scaled"), f"{blk}.ls1")
         if config.altup is None:
             return self._summed(
                 layer, x, out, f"{blk}.ffn_inp" if layer.n_ff else f"{blk}.out", f"{blk}.attn_output_norm"
@@ -293,6 +293,13 @@ class Decoder(GraphBuilder):
             ops.Add(self.value(f"{blk}.laurel_sum", config.n_embd), x, self._laurel(blk, h), **self.where)
         )
         return self.scaled(x, math.sqrt(0.5), f"{blk}.ffn_inp")
+
+    def _by_channel(self, x: Value, tensor: str) -> Value:
+        """Add the product with a number per channel, if the file has the tensor."""
+        if f"{tensor}.weight" not in self.weights.tensors:
+            return x
+        weight = self.weights.vector(tensor, x.width)
+        return self.add(ops.Scale(self.value(tensor, x.width), x, 1.0, weight, **self.where))
 
     def _summed(self, layer: LayerConfig, x: Value, out: Value, name: str, norm: str) -> Value:
         """Add the sum of the stream x and a part's result, and the norm of the sum, if there is one.
@@ -571,7 +578,7 @@ class Decoder(GraphBuilder):
         config = self.config
         if layer.post_norm:
             out = self.norm(out, f"{blk}.post_ffw_norm", eps=config.post_norm_eps)
-        out = self.scaled(out, config.residual_scale, f"{blk}.ffn_scaled")
+        out = self._by_channel(self.scaled(out, config.residual_scale, f"{blk}.ffn_scaled"), f"{blk}.ls2")
         return self._summed(layer, x, out, f"{blk}.out", f"{blk}.layer_output_norm")
 
     def with_embedding(self, i: int, x: Value, embedded: Value) -> Value:

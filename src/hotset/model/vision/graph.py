@@ -5,7 +5,9 @@ normalised. The patches of an image token are adjacent, row by row. `Batch.token
 of the patches, `Batch.rotary` their rows and columns, `Batch.groups` their windows, and `Batch.outputs` the
 last patch of each image token. Names of values, in addition to the decoder's:
 
-    pixels  patches  [patches_1  patches_both: of two frames]  [position_embd  inp]  [token_embd_norm]
+    [input: is split into pixels  position_shares  is_patch  is_class]  pixels  patches  [patches_1
+    patches_both: of two frames]  [patches_alone  class_embd  patches_and_class]  [position_embd  inp]
+    [token_embd_norm]
     [mm_input_norm]  merged: the patches of a token side by side  [pooled: their mean  pooled_norm]
     [mm_patch_merger]  [mm.0  mm.0_act  mm.2: of other names in some families]  [embeddings]
     [v.deepstack.N.merged  v.deepstack.N.norm  v.deepstack.N.fc1  v.deepstack.N.fc1_act  v.deepstack.N.fc2
@@ -22,8 +24,8 @@ from hotset.model.decoder import Decoder
 from hotset.model.graph import Graph
 from hotset.model.operations import Value
 from hotset.model.thresholds import LayerThresholds
-from hotset.model.vision.config import VisionConfig, deep_layer
-from hotset.model.vision.tensors import SECOND_PATCHES
+from hotset.model.vision.config import NEWLINE, VisionConfig, deep_layer
+from hotset.model.vision.tensors import OF_CLASS, SECOND_PATCHES
 from hotset.model.weights import Weights
 
 if TYPE_CHECKING:
@@ -50,10 +52,10 @@ def describe_encoder(config: VisionConfig, tensors: Mapping[str, TensorInfo]) ->
             merged = model.norm(merged, f"{name}.norm")
             deep.append(_mlp(model, merged, f"{name}.fc1", f"{name}.fc2", merged.width, config.n_out))
     model.where = {}
-    if config.projector != "pixtral":
-        x = model.norm(x, "output_norm")
-    elif "mm.input_norm.weight" in tensors:
+    if "mm.input_norm.weight" in tensors:
         x = model.norm(x, "mm.input_norm", "mm_input_norm")
+    elif config.projector not in ("pixtral", "mlp", "internvl"):
+        x = model.norm(x, "output_norm")
     merges = "mm.patch_merger.weight" in tensors
     merged = model.value("merged", config.merge**2 * tower.n_embd)
     x = model.add(ops.SelectOutputs(merged, x, config.merge**2, by_channel=merges))
@@ -65,6 +67,8 @@ def describe_encoder(config: VisionConfig, tensors: Mapping[str, TensorInfo]) ->
         x = model.add(ops.Heads(joined, x, 1, 0, more))
     if "token_embd.img_break" in tensors:  # the prompt has this token, with the text model's embedding
         weights.bare("token_embd.img_break", config.n_out)
+    if config.has_newline:  # the encoder adds its rows
+        weights.bare(NEWLINE, config.n_out)
     weights.refuse_unused()
     return model.graph
 
@@ -78,6 +82,14 @@ def _embedded(model: Decoder, config: VisionConfig) -> Value:
     if config.family.twice:
         second = model.linear(pixels, SECOND_PATCHES, d, "patches_1")
         x = model.add(ops.Add(model.value("patches_both", d), x, second))
+    if config.has_class:
+        is_patch, is_class = (
+            model.channels(given, config.n_input - i, 1, name)
+            for i, name in ((2, "is_patch"), (1, "is_class"))
+        )
+        x = model.add(ops.Multiply(model.value("patches_alone", d), x, is_patch))
+        row = ops.TransposedLinear(model.value(OF_CLASS, d), is_class, model.weights.plain(OF_CLASS, d, 1))
+        x = model.add(ops.Add(model.value("patches_and_class", d), x, model.add(row)))
     if config.tower.n_vocab > 1:
         table, positions = (
             model.weights.matrix("position_embd", d, config.tower.n_vocab),
@@ -108,8 +120,12 @@ def _project(model: Decoder, config: VisionConfig, x: Value) -> Value:
             return model.add(ops.TransposedLinear(model.value("embeddings", n_out), x, matrix))
         case "pixtral":
             return _mlp(model, x, "mm.1", "mm.2", n_out, n_out)
+        case "internvl":
+            x = model.norm(x, "mm.model.mlp.0", eps=1e-5)
+            return _mlp(model, x, "mm.model.mlp.1", "mm.model.mlp.3", n_out, n_out)
         case _:
-            return _mlp(model, x, "mm.0", "mm.2", x.width, n_out)
+            width = n_out if config.projector == "mlp" else x.width
+            return _mlp(model, x, "mm.0", "mm.2", width, n_out)
 
 
 def _mlp(model: Decoder, x: Value, first: str, second: str, width: int, n_out: int) -> Value:
