@@ -142,7 +142,7 @@ def _qwen2vl() -> Any:
     config = transformers.Qwen2VLConfig(
         text_config={**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2]}},
         vision_config={
-            "depth": 2, "embed_dim": 32, "hidden_size": N_EMBD, "num_heads": 2, "mlp_ratio": 2,
+            "depth": 3, "embed_dim": 32, "hidden_size": N_EMBD, "num_heads": 2, "mlp_ratio": 2,
             "patch_size": 4, "spatial_merge_size": 2,
         },
         image_token_id=IMAGE_TOKEN,
@@ -196,7 +196,7 @@ def _pixtral() -> Any:
     config = transformers.Mistral3Config(
         text_config={"model_type": "mistral", "rms_norm_eps": 1e-5, **TEXT},
         vision_config={
-            "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2,
+            "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3,
             "num_attention_heads": 2, "image_size": 96, "patch_size": 4, "hidden_act": "silu",
         },
         spatial_merge_size=2, vision_feature_layer=-1, image_token_id=IMAGE_TOKEN,
@@ -208,7 +208,7 @@ def _pixtral_12b() -> Any:
     config = transformers.LlavaConfig(
         text_config={"model_type": "mistral", "rms_norm_eps": 1e-5, **TEXT},
         vision_config={
-            "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2,
+            "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3,
             "num_attention_heads": 2, "image_size": 96, "patch_size": 8, "hidden_act": "silu",
         },
         vision_feature_layer=-1, vision_feature_select_strategy="full", image_token_index=IMAGE_TOKEN,
