@@ -65,6 +65,7 @@ class ImageReader:
         self._counts, self._closed = ImageCounts(), False
         self._guard = threading.Lock()  # of the attributes below and the counts
         self._encoding = threading.Lock()  # held while the encoder computes
+        self._stop: threading.Event | None = None  # of the last image to be encoded
         self._layouts: OrderedDict[bytes, tuple[bytes, Layout]] = OrderedDict()  # and the picture's digest
         self._pictures: OrderedDict[bytes, Picture] = OrderedDict()
         self._encoded: OrderedDict[tuple[bytes, str], list[ImageTokens]] = OrderedDict()
@@ -102,16 +103,26 @@ class ImageReader:
         """Return the image's place in a prompt, as ImageSource."""
         return self._laid_out(image)[1].pieces
 
-    def placed(self, tokens: PromptTokens) -> list[ImageTokens]:
-        """Return the rows of all images of a prompt at their places. Encodes those that are not kept."""
-        found = []
+    def placed(self, tokens: PromptTokens, stop: threading.Event | None = None) -> list[ImageTokens]:
+        """Return the rows of all images of a prompt at their places. Encodes those that are not kept.
+
+        Raises StepCancelledError once `end` was called with `stop`.
+        """
+        found, stop = [], stop or threading.Event()
         for one in tokens.images:
-            runs = self._runs(one.image)
+            runs = self._runs(one.image, stop)
             found += [run.at(first) for run, first in zip(runs, one.firsts, strict=True)]
         with self._guard:
             self._counts.read += len(tokens.images)
             self._counts.tokens += sum(len(run.rows) for run in found)
         return found
+
+    def end(self, stop: threading.Event) -> None:
+        """End `placed` with this event, from any thread."""
+        stop.set()
+        with self._guard:
+            if self._stop is stop:
+                self._encoder.cancel()
 
     def close(self) -> None:
         """End the encoder's step, and free it and the kept images; safe to call twice."""
@@ -157,7 +168,7 @@ class ImageReader:
                 self._pictures.popitem(last=False)
         return picture
 
-    def _runs(self, image: GivenImage) -> list[ImageTokens]:
+    def _runs(self, image: GivenImage, stop: threading.Event) -> list[ImageTokens]:
         """Return the rows of an image, divided as its layout says, each beginning at 0."""
         digest, layout = self._laid_out(image)
         key = digest, image.detail
@@ -170,7 +181,8 @@ class ImageReader:
             if self._closed:
                 raise InvalidRequestError("the model has been closed; load it again")
             began = time.perf_counter()
-            rows = self._encoder.encode(self._picture(image), image.detail, self._max_tokens)
+            self._stop = stop
+            rows = self._encoder.encode(self._picture(image), image.detail, self._max_tokens, stop.is_set)
             runs = _divided(np.asarray(rows, np.float32) / np.float32(self._scale), layout, self._encoder)
             seconds = time.perf_counter() - began
         with self._guard:

@@ -19,7 +19,7 @@ from hotset.backends.base import Batch
 from hotset.backends.decoded import decoded_vector
 from hotset.backends.reference import ReferenceBackend
 from hotset.engine.images import ImageTokens, SequenceImages
-from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
+from hotset.errors import FormatError, InvalidRequestError, StepCancelledError, UnsupportedModelError
 from hotset.formats.gguf import GGUFWriter, copy_metadata, open_gguf
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
@@ -231,11 +231,18 @@ def test_missing_and_unknown_tensors_are_named(run_folder: Path, tmp_path: Path)
         ("vision.image_std", [0.0, 1.0, 1.0], "outside 0.001 to 10"),
         ("vision.block_count", 5000, "outside 1 to 1024"),
         ("vision.image_size", 8192, "outside 16 to 4096"),
+        ("vision.image_grid_pinpoints", [32, 33], "must hold heights and widths, multiples of 32"),
+        ("vision.image_grid_pinpoints", [32, 64, 32], "must hold heights and widths"),
+        ("vision.image_grid_pinpoints", ["32", "64"], "must hold heights and widths"),
+        ("vision.image_grid_pinpoints", 32, "must hold heights and widths"),
+        ("vision.feature_layer", [1], "must hold the last layer, 2"),
+        ("vision.feature_layer", 2, "must hold the last layer, 2"),
         ("vision.preproc_image_size", 4096, "divides an image into 16384 tiles, more than 1024"),
     ],
 )
 def test_odd_keys_are_named(key: str, value: object, error: str, run_folder: Path, tmp_path: Path) -> None:
-    with open_gguf(shared_encoder("idefics3", run_folder)) as gguf:
+    name = "llava-next" if key in ("vision.image_grid_pinpoints", "vision.feature_layer") else "idefics3"
+    with open_gguf(shared_encoder(name, run_folder)) as gguf:
         writer = GGUFWriter(tmp_path / "odd.gguf", None)
         for name, old in gguf.metadata.items():
             writer.add(name, value if name == f"clip.{key}" else old)
@@ -331,6 +338,14 @@ def test_narrow_images_are_refused(run_folder: Path) -> None:
             encoder.layout(narrow)
     with opened(shared_encoder("idefics3", run_folder)) as encoder:
         assert encoder.encode(narrow).shape == (encoder.layout(narrow).n_tokens, N_EMBD)
+
+
+def test_encoding_ends_between_tiles(run_folder: Path) -> None:
+    with opened(shared_encoder("internvl", run_folder)) as encoder:
+        whole, asked = encoder.encode(PICTURES[0]), iter([False, True])
+        with pytest.raises(StepCancelledError):
+            encoder.encode(PICTURES[0], stops=lambda: next(asked))
+        assert np.array_equal(encoder.encode(PICTURES[0]), whole)
 
 
 def test_unknown_detail_is_named(run_folder: Path) -> None:

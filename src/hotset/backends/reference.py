@@ -177,10 +177,9 @@ class ReferenceBackend(WithoutDevices):
                 return with_images(op, dequantize(encoded, info.type, (info.shape[0], len(encoded))), batch)
             case ops.AddImage():
                 return add_image(op, values[op.x.id], batch)
-            case ops.RMSNorm():
-                return normalised(op, values[op.x.id], self._weight(op.weight), None)
-            case ops.UnitNorm():
-                return normalised(op, values[op.x.id], np.ones(1, F32), None)
+            case ops.RMSNorm() | ops.UnitNorm():
+                weight = np.ones(1, F32) if isinstance(op, ops.UnitNorm) else self._weight(op.weight)
+                return normalised(op, values[op.x.id], weight, None)
             case ops.LayerNorm():
                 return self._layer_normed(op, values[op.x.id])
             case ops.Linear():

@@ -169,7 +169,7 @@ def _llava_keys(
     if vision.get("model_type") != "clip_vision_model":
         raise UnsupportedModelError(f"a vision_config of {shown(vision.get('model_type'))} is not supported")
     if points is None:
-        _check_entries(images, {"do_center_crop": True, "do_pad": False})
+        _check_entries(images, {"do_center_crop": True, "do_pad": False}, "the image processor's")
     _checked_side(vision, images, "size", "shortest_edge", "images")
     side = _checked_side(vision, images, "crop_size", "height", "images")
     layer, n_layer = config.get("vision_feature_layer", -2), integer(vision, "num_hidden_layers")
@@ -203,10 +203,13 @@ def _internvl_keys(
     }
 
 
-def _check_entries(entries: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def _check_entries(
+    entries: Mapping[str, Any], known: Mapping[str, Any], whose: str = "config.json's"
+) -> None:
     """Raise UnsupportedModelError for an entry with another than the known value."""
-    if odd := [entry for entry, value in known.items() if entries.get(entry, value) != value]:
-        raise UnsupportedModelError(f"{odd[0]} in config.json is not supported, only {known[odd[0]]!r} is")
+    for entry, value in known.items():
+        if (given := entries.get(entry, value)) != value:
+            raise UnsupportedModelError(f"{whose} {entry} is {shown(given)}, and only {value!r} is supported")
 
 
 def _pixtral_keys(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,7 +14,7 @@ from hotset.backends.base import BLOCK_SIZE, Batch
 from hotset.backends.cpu.backend import CpuBackend, new_runtime
 from hotset.backends.decoded import decoded_vector
 from hotset.backends.stage import BackendOptions
-from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.errors import InvalidRequestError, StepCancelledError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.vision.config import NEWLINE, VisionConfig, config_of_encoder
 from hotset.model.vision.graph import describe_encoder
@@ -93,16 +94,24 @@ class ImageEncoder:
         """
         return layout_of(self.config, self._sizes(picture, detail, max_tokens))
 
-    def encode(self, picture: Picture, detail: Detail = "auto", max_tokens: int | None = None) -> np.ndarray:
+    def encode(
+        self,
+        picture: Picture,
+        detail: Detail = "auto",
+        max_tokens: int | None = None,
+        stops: Callable[[], bool] = lambda: False,
+    ) -> np.ndarray:
         """Return the embeddings of the picture's image tokens, float32 [n_tokens, n_embd * (1 + n_layers)].
 
-        They are bitwise identical for any number of threads. Raises the errors of `layout`, and
-        StepCancelledError after `cancel`.
+        They are bitwise identical for any number of threads. stops: returns whether to end before the next
+        step. Raises the errors of `layout`, and StepCancelledError then and after `cancel`.
         """
         sizes = self._sizes(picture, detail, max_tokens)
         parts = []
         with self._lock:
             for step in steps_of(self.config, picture.pixels, sizes):
+                if stops():
+                    raise StepCancelledError
                 found = self._run(step)
                 parts.append(found.copy() if step.order is None else found[step.order])
         rows = np.concatenate(parts)

@@ -44,9 +44,9 @@ class Family:
     ratio, with limits of its pixels, or of its longer side; "points", "grid": tiles again, in one of the
     grids that the file allows, with black borders, or stretched. merge: patches per side of an image token,
     if the file has no such key. rope: patches have rotary positions by row and column, of these pairs of
-    channels; None: they have learned positions. gelu: the function that files call so. resized: they have
-    learned positions too, a square that is scaled to the image's rows and columns. twice: the patch
-    embedding has two matrices, for two frames of a video; an image is both. causal: whether the text
+    channels; None: they have learned positions. resized: they have learned positions too, a square that is
+    scaled to the image's rows and columns. gelu: the activation that the key use_gelu means. twice: the
+    patch embedding has two matrices, for two frames of a video; an image is both. causal: whether the text
     model's tokens of an image see only those before them. marker: the text of an image in published chat
     templates. plain_marker: its text where a template knows no images.
     """
@@ -184,7 +184,7 @@ def config_of_encoder(gguf: GGUFFile, tensors: Mapping[str, TensorInfo]) -> Visi
         window = keys.integer("vision.window_size", patch * merge, 1 << 14, 112) // (patch * merge) * merge
     return VisionConfig(
         projector, _tower(keys, family, tensors, side // patch, window), patch, merge, side,
-        _n_out(keys, tensors),
+        _n_out(keys, family, tensors),
         _channels(keys, "vision.image_mean", -10.0), _channels(keys, "vision.image_std", 1e-3),
         longest, least, most, window,
         tuple(i for i in range(1 << 10) if f"{deep_layer(i)}.fc1.weight" in tensors),
@@ -192,15 +192,12 @@ def config_of_encoder(gguf: GGUFFile, tensors: Mapping[str, TensorInfo]) -> Visi
     )  # fmt: skip
 
 
-def _n_out(keys: Keys, tensors: Mapping[str, TensorInfo]) -> int:
+def _n_out(keys: Keys, family: Family, tensors: Mapping[str, TensorInfo]) -> int:
     """Return the width of the text model's embedding. Files of LLaVA have another number in its key."""
     last = tensors.get("mm.2.weight")
-    known = last is not None and len(last.shape) == 2
-    return (
-        int(last.shape[1])
-        if last is not None and known
-        else keys.integer("vision.projection_dim", 1, 1 << 20)
-    )
+    if family.sizes == "points" and last is not None and len(last.shape) == 2:
+        return int(last.shape[1])
+    return keys.integer("vision.projection_dim", 1, 1 << 20)
 
 
 def _points(keys: Keys, side: int) -> tuple[tuple[int, int], ...]:
@@ -208,10 +205,16 @@ def _points(keys: Keys, side: int) -> tuple[tuple[int, int], ...]:
     key = "vision.image_grid_pinpoints"
     if (given := keys.get(key)) is None:
         return ()
-    whole = is_array(given) and len(given) % 2 == 0 and 0 < len(given) <= 2 * _MOST_TILES
-    if not whole or any(n % side or not 0 < n <= _MOST_SIDE for n in given):
+    points = np.asarray(given)
+    whole = points.dtype.kind in "iu" and points.ndim == 1 and 0 < len(points) <= 2 * _MOST_TILES
+    fits = (
+        whole
+        and len(points) % 2 == 0
+        and ((points > 0) & (points <= _MOST_SIDE) & (points % side == 0)).all()
+    )
+    if not fits:
         raise keys.error(key, f"must hold heights and widths, multiples of {side} up to {_MOST_SIDE} pixels")
-    grids = tuple((int(h) // side, int(w) // side) for h, w in zip(given[::2], given[1::2], strict=True))
+    grids = tuple((h // side, w // side) for h, w in points.reshape(-1, 2).tolist())
     if max(rows * columns for rows, columns in grids) > _MOST_TILES:
         raise keys.error(key, f"divides an image into more than {_MOST_TILES} tiles")
     return grids
@@ -230,7 +233,8 @@ def _tower(
 ) -> ModelConfig:
     """Return the transformer. per_side: patches of a square image; window: as in VisionConfig."""
     n_layer = keys.integer("vision.block_count", 1, 1 << 10)
-    if (features := keys.get("vision.feature_layer")) is not None and list(features) != [n_layer]:
+    features = keys.get("vision.feature_layer")
+    if features is not None and not (is_array(features) and list(features) == [n_layer]):
         raise keys.error(
             "vision.feature_layer", f"must hold the last layer, {n_layer}; others are not supported"
         )
