@@ -5,7 +5,6 @@ Several threads may use one Model: its engine runs in its own thread, whose step
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -322,26 +321,14 @@ class Model:
         form = (*params.form, reading.around, reading.begun) if params.form else None
         prompt: list[int] | ImagePrompt = tokens
         if isinstance(tokens, PromptTokens) and self.images is not None:
-            self.place_images(tokens)
-            prompt = tokens.placed
+            self.engine.require_room(len(tokens))  # before anything is encoded
+            prompt = self.images.prompt(tokens)
         sequence = self.engine.prepare(
             prompt, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix,
             constraint=self.grammars.constraint(*form) if form else None,
             breakers=self.tokenizer.sequences_with(params.breakers), owner=owner, adapters=adapters,
         )  # fmt: skip
         return Generation(self.thread, sequence, params, self.tokenizer, self.summary, reading)
-
-    def place_images(self, tokens: PromptTokens, stop: threading.Event | None = None) -> None:
-        """Encode the images of a prompt, once for all of its answers.
-
-        stop: ends it (ImageReader.end). Raises ContextLengthError before anything is encoded,
-        StepCancelledError, and InvalidRequestError for an image that cannot be read.
-        """
-        assert self.images is not None
-        self.engine.require_room(len(tokens))
-        if tokens.placed is None:
-            placed = self.images.placed(tokens, stop)
-            tokens.placed = ImagePrompt([max(token, 0) for token in tokens], placed)
 
     def _stream(self, generation: Generation) -> Iterator[Chunk]:
         with self._explained(), generation:

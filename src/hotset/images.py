@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotset.engine.images import ImageTokens
+from hotset.engine.images import ImagePrompt, ImageTokens
 from hotset.errors import InvalidRequestError
 from hotset.text.image_text import GivenImage, PromptTokens
 
@@ -103,12 +103,20 @@ class ImageReader:
         """Return the image's place in a prompt, as ImageSource."""
         return self._laid_out(image)[1].pieces
 
-    def placed(self, tokens: PromptTokens, stop: threading.Event | None = None) -> list[ImageTokens]:
-        """Return the rows of all images of a prompt at their places. Encodes those that are not kept.
+    def prompt(self, tokens: PromptTokens, stop: threading.Event | None = None) -> ImagePrompt:
+        """Return a prompt with the rows of its images, the same one for all of its answers.
 
-        Raises StepCancelledError once `end` was called with `stop`.
+        Encodes the images that are not kept. Raises StepCancelledError once `end` was called with `stop`.
         """
-        found, stop = [], stop or threading.Event()
+        if tokens.placed is None:
+            placed = self._placed(tokens, stop or threading.Event())
+            tokens.placed = ImagePrompt([max(token, 0) for token in tokens], placed)
+        found: ImagePrompt = tokens.placed
+        return found
+
+    def _placed(self, tokens: PromptTokens, stop: threading.Event) -> list[ImageTokens]:
+        """Return the rows of all images of a prompt at their places."""
+        found = []
         for one in tokens.images:
             runs = self._runs(one.image, stop)
             found += [run.at(first) for run, first in zip(runs, one.firsts, strict=True)]
@@ -118,7 +126,7 @@ class ImageReader:
         return found
 
     def end(self, stop: threading.Event) -> None:
-        """End `placed` with this event, from any thread."""
+        """End `prompt` with this event, from any thread."""
         stop.set()
         with self._guard:
             if self._stop is stop:

@@ -93,7 +93,7 @@ def encoded(path: Path, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, 
 def as_llama_cpp_reads_it(path: Path, out: Path) -> Path:
     """Write a copy for llama.cpp, which gives patch i the learned position i.
 
-    In the checkpoints this is the position of the patch before it, and the first one is the class's.
+    In the checkpoints this position belongs to the patch before it, and the first one to the class.
     """
     with open_gguf(path) as gguf:
         writer = GGUFWriter(out, None)

@@ -442,7 +442,7 @@ def _keys(family: EncoderClass, config: Mapping[str, Any], images: Mapping[str, 
     if "num_position_embeddings" in vision:
         side = math.isqrt(n := integer(vision, "num_position_embeddings"))
         if side**2 != n:
-            raise UnsupportedModelError(f"{n} learned positions in config.json are no square")
+            raise UnsupportedModelError(f"{n} learned positions in config.json do not form a square")
         vision["image_size"] = side * integer(vision, "patch_size")
     for entry in ("do_resize", "do_rescale", "do_normalize"):
         if images.get(entry, True) is not True:

@@ -218,8 +218,8 @@ class ModelConfig:
     operations.PositionGain that multiplies queries; None: no gain. n_embd_layer: width of the per-layer
     embedding of a token; 0: none. sections: pairs of channels for time, row and column of a rotary position,
     which only tokens of images need; empty: all tokens rotate by their index. n_image_layers: the first
-    layers to whose results a part of image rows is added, which are so much wider. indexing: None: a token
-    attends to all keys. See Architecture for the rest.
+    layers to whose results a part of image rows is added; the rows are 1 + n_image_layers times as wide.
+    indexing: None: a token attends to all keys. See Architecture for the rest.
     """
 
     architecture: str

@@ -438,8 +438,10 @@ def _prepared(
         texts = request.prompts
         prompts = [Fitted(model.encode(text, parse_special=request.parse_special), 0) for text in texts]
     for prompt in prompts:
-        if isinstance(prompt.tokens, PromptTokens) and request.prompt_logprobs is None:
-            model.place_images(prompt.tokens, left)
+        tokens, sees = prompt.tokens, request.prompt_logprobs is None
+        if sees and isinstance(tokens, PromptTokens) and model.images is not None:
+            model.engine.require_room(len(tokens))
+            model.images.prompt(tokens, left)
     owner = Owner.of(request.client, settings.max_seconds)
     prepared = [_prepared_prompt(model, request, output, prompt, owner) for prompt in prompts]
     if scales is not None:

@@ -127,7 +127,7 @@ def layout_of(config: VisionConfig, sizes: ScaledSizes) -> Layout:
 def in_rows(
     config: VisionConfig, sizes: ScaledSizes, embeddings: np.ndarray, newline: np.ndarray
 ) -> np.ndarray:
-    """Return the embeddings of the whole image, and of all tiles row by row, each with `newline` at its end.
+    """Return the embeddings of the whole image, and of all tiles row by row, with `newline` after each row.
 
     embeddings: float32 [n, n_embd], of the whole image and of each tile, of sizes with `kept`.
     """

@@ -24,7 +24,7 @@ class Patches:
 
     rows: float32 [n_patches, config.n_input]. tokens, rotary, groups: as in Batch. order: for each image
     token of the image, in the prompt's order, its row in the step's result; None: they are in order.
-    n_class: rows at the end that are no patches.
+    n_class: rows of the class, after the patches.
     """
 
     rows: np.ndarray
@@ -132,10 +132,10 @@ def patches_of(config: VisionConfig, image: np.ndarray) -> np.ndarray:
 
 
 def _shares(at: np.ndarray, rows: int, columns: int, side: int) -> np.ndarray:
-    """Return the shares of a square of learned positions in those of patches, by bilinear interpolation.
+    """Return how much each learned position adds to the position of each patch, by bilinear interpolation.
 
-    at: int32 [n_patches, 2], in a grid of rows and columns whose corners are the square's. The result is
-    float32 [n_patches, side^2].
+    at: int32 [n_patches, 2], the row and column of each patch. The corners of their grid are the corners of
+    the square of learned positions. The result is float32 [n_patches, side^2].
     """
     found = np.zeros((len(at), side, side), np.float32)
     places = at * (side - 1) / np.maximum(np.array([rows, columns]) - 1, 1)

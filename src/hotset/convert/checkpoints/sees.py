@@ -11,7 +11,7 @@ from hotset.errors import UnsupportedModelError
 from hotset.parameters import shown
 
 # model_type of text_config → the class of the text model, and the sizes that config.json may omit:
-# LLaVA's and Pixtral's checkpoints omit those of transformers' configuration class.
+# the checkpoints of LLaVA and Pixtral omit sizes that equal the defaults of transformers.
 _TEXT_MODELS: dict[str, tuple[HFClass, dict[str, int]]] = {
     "llama": (llama.CLASSES["LlamaForCausalLM"], {"intermediate_size": 11008}),
     "mistral": (mistral.CLASSES["MistralForCausalLM"], {"intermediate_size": 14336}),

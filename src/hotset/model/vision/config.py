@@ -85,9 +85,9 @@ class VisionConfig:
     image or tile, or of the longer side of another. longest: pixels of the longer side of an image in tiles.
     least, most: pixels of an image of a free size. window: patches per side of a window of attention; 0:
     none. mean, std: of the channels of a pixel between 0 and 1. n_out: width of the text model's embedding.
-    deep: layers whose results are added to those of the text model's first layers (DeepStack). grids: rows
-    and columns of the tiles that an image may have; empty: no tiles, or any. has_class: a row of no patch
-    comes after those of the patches. has_newline: rows of a grid's image tokens end with one more, a tensor.
+    deep: layers whose results are added to the results of the text model's first layers (DeepStack). grids:
+    rows and columns of the tiles that an image may have; empty: no tiles, or any. has_class: one more row,
+    the class, follows the patches. has_newline: each row of image tokens in a grid ends with a tensor.
     """
 
     projector: str
