@@ -50,7 +50,7 @@ assert response.usage.input_tokens == n_tokens
 
 source = {"type": "base64", "media_type": "image/png", "data": DATA}
 message = anthropic.Anthropic(base_url=HOST, api_key=KEY, max_retries=0).messages.create(
-    model=MODEL, max_tokens=8, temperature=0,
+    model=MODEL, max_tokens=8,
     messages=[{"role": "user", "content": [{"type": "image", "source": source}, text]}],
 )  # fmt: skip
 assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) >= n_tokens
