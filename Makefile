@@ -100,7 +100,7 @@ LLAMA_CPP_PYTHON := 0.3.36
 test-peers: export LLAMA_CPP := $(abspath build/llama-cpp/vendor/llama.cpp)
 test-peers: export PYTHONPATH := $(abspath build/llama-cpp/site)
 test-peers: build $(VENV)/.dev build/llama-cpp/.installed
-	$(BIN)/python -m pytest -n $(JOBS) tests/peers/check_llama_cpp.py
+	$(BIN)/python -m pytest -n $(JOBS) tests/peers/check_llama_cpp.py tests/peers/check_llama_cpp_images.py
 
 build/llama-cpp/.source: | $(VENV)/bin/python
 	mkdir -p $(@D)

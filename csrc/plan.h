@@ -247,7 +247,7 @@ class Plan {
         int n_axes = 0;           // columns of StepPlaces::rotary that a RoPE reads
         bool needs_groups = false;
         int n_joined = 1;         // tokens of the step up to each output, which it joins
-        int64_t image_width = 0;  // of the rows that replace embeddings; 0: none can
+        int64_t image_width = 0;  // of the rows of images; 0: no operation reads them
     };
     Limits& limits() { return limits_; }
     const Limits& limits() const { return limits_; }

@@ -16,8 +16,8 @@ static const Registered kEmbed("embed", [](Facts& facts) -> std::unique_ptr<Op> 
     const int first_row = facts.integer("first_row", 0, weight.rows - 1);
     require(!positions || !weight.places, "position embeddings must be in memory");
     require(positions || first_row == 0, "first_row applies only to position embeddings");
-    const bool replaceable = facts.flag("replaceable", false);
-    require(!replaceable || of == "token", "only embeddings of tokens are replaceable");
+    const int image_parts = facts.integer("image_parts", 0, INT32_MAX);
+    require(!image_parts || of == "token", "rows of images replace only embeddings of tokens");
     if (of == "type") {
         require(!weight.places, "token type embeddings must be in memory");
         return make_row_op(facts.plan(), out, [=](const StepTokens&, int, float* result) {
@@ -27,14 +27,34 @@ static const Registered kEmbed("embed", [](Facts& facts) -> std::unique_ptr<Op> 
     Plan::Limits& limits = facts.plan().limits();
     int64_t& limit = positions ? limits.n_positions : limits.n_vocab;
     limit = limit ? std::min(limit, weight.rows - first_row) : weight.rows - first_row;
-    if (replaceable) facts.plan().limits().image_width = weight.cols;
+    const int64_t image_width = weight.cols * image_parts;
+    if (image_parts) limits.image_width = image_width;
     return make_row_op(facts.plan(), out, [=](const StepTokens& step, int r, float* result) {
-        if (replaceable && !step.image_row_of.empty() && step.image_row_of[r] >= 0) {
-            std::copy_n(&step.image_rows[step.image_row_of[r] * weight.cols], weight.cols, result);
+        if (image_parts && !step.image_row_of.empty() && step.image_row_of[r] >= 0) {
+            std::copy_n(&step.image_rows[step.image_row_of[r] * image_width], weight.cols, result);
             return;
         }
         const int row = positions ? step.positions[r] + first_row : step.tokens[r];
         dequantize_row(weight.type, weight.row(row), weight.cols, result);
+    });
+});
+
+static const Registered kAddImage("add_image", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int x = facts.buffer("x"), out = facts.buffer("out");
+    facts.same_shape(x, out);
+    facts.of_all_tokens(out);
+    const int n_parts = facts.integer("n_parts", 1, INT32_MAX);
+    const int index = facts.integer("index", 0, n_parts - 1);
+    const int64_t width = facts.width(x), row = width * n_parts;
+    int64_t& limit = facts.plan().limits().image_width;
+    require(limit == 0 || limit == row, "the rows of images have one width");
+    limit = row;
+    const Buffer& in = facts.plan().buffer(x);
+    return make_row_op(facts.plan(), out, [=, &in](const StepTokens& step, int r, float* result) {
+        std::copy_n(in.row(r), width, result);
+        if (step.image_row_of.empty() || step.image_row_of[r] < 0) return;
+        const float* added = &step.image_rows[step.image_row_of[r] * row + index * width];
+        for (int64_t c = 0; c < width; c++) result[c] += added[c];
     });
 });
 

@@ -322,9 +322,7 @@ class Model:
         prompt: list[int] | ImagePrompt = tokens
         if isinstance(tokens, PromptTokens) and self.images is not None:
             self.engine.require_room(len(tokens))  # before anything is encoded
-            if tokens.placed is None:
-                tokens.placed = ImagePrompt([max(token, 0) for token in tokens], self.images.placed(tokens))
-            prompt = tokens.placed
+            prompt = self.images.prompt(tokens)
         sequence = self.engine.prepare(
             prompt, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix,
             constraint=self.grammars.constraint(*form) if form else None,

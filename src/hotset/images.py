@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotset.engine.images import ImageTokens
+from hotset.engine.images import ImagePrompt, ImageTokens
 from hotset.errors import InvalidRequestError
 from hotset.text.image_text import GivenImage, PromptTokens
 
@@ -65,6 +65,7 @@ class ImageReader:
         self._counts, self._closed = ImageCounts(), False
         self._guard = threading.Lock()  # of the attributes below and the counts
         self._encoding = threading.Lock()  # held while the encoder computes
+        self._stop: threading.Event | None = None  # of the last image to be encoded
         self._layouts: OrderedDict[bytes, tuple[bytes, Layout]] = OrderedDict()  # and the picture's digest
         self._pictures: OrderedDict[bytes, Picture] = OrderedDict()
         self._encoded: OrderedDict[tuple[bytes, str], list[ImageTokens]] = OrderedDict()
@@ -83,6 +84,11 @@ class ImageReader:
         return not self._encoder.causal
 
     @property
+    def n_layers(self) -> int:
+        """Return how many of the model's first layers get a part of the rows of images."""
+        return self._encoder.n_layers
+
+    @property
     def nbytes(self) -> int:
         """Return the most bytes of the encoder, of kept results and of pictures that wait."""
         return self._encoder.nbytes + self._cache_bytes + PICTURE_BYTES
@@ -97,16 +103,34 @@ class ImageReader:
         """Return the image's place in a prompt, as ImageSource."""
         return self._laid_out(image)[1].pieces
 
-    def placed(self, tokens: PromptTokens) -> list[ImageTokens]:
-        """Return the rows of all images of a prompt at their places. Encodes those that are not kept."""
+    def prompt(self, tokens: PromptTokens, stop: threading.Event | None = None) -> ImagePrompt:
+        """Return a prompt with the rows of its images, the same one for all of its answers.
+
+        Encodes the images that are not kept. Raises StepCancelledError once `end` was called with `stop`.
+        """
+        if tokens.placed is None:
+            placed = self._placed(tokens, stop or threading.Event())
+            tokens.placed = ImagePrompt([max(token, 0) for token in tokens], placed)
+        found: ImagePrompt = tokens.placed
+        return found
+
+    def _placed(self, tokens: PromptTokens, stop: threading.Event) -> list[ImageTokens]:
+        """Return the rows of all images of a prompt at their places."""
         found = []
         for one in tokens.images:
-            runs = self._runs(one.image)
+            runs = self._runs(one.image, stop)
             found += [run.at(first) for run, first in zip(runs, one.firsts, strict=True)]
         with self._guard:
             self._counts.read += len(tokens.images)
             self._counts.tokens += sum(len(run.rows) for run in found)
         return found
+
+    def end(self, stop: threading.Event) -> None:
+        """End `prompt` with this event, from any thread."""
+        stop.set()
+        with self._guard:
+            if self._stop is stop:
+                self._encoder.cancel()
 
     def close(self) -> None:
         """End the encoder's step, and free it and the kept images; safe to call twice."""
@@ -152,7 +176,7 @@ class ImageReader:
                 self._pictures.popitem(last=False)
         return picture
 
-    def _runs(self, image: GivenImage) -> list[ImageTokens]:
+    def _runs(self, image: GivenImage, stop: threading.Event) -> list[ImageTokens]:
         """Return the rows of an image, divided as its layout says, each beginning at 0."""
         digest, layout = self._laid_out(image)
         key = digest, image.detail
@@ -165,7 +189,8 @@ class ImageReader:
             if self._closed:
                 raise InvalidRequestError("the model has been closed; load it again")
             began = time.perf_counter()
-            rows = self._encoder.encode(self._picture(image), image.detail, self._max_tokens)
+            self._stop = stop
+            rows = self._encoder.encode(self._picture(image), image.detail, self._max_tokens, stop.is_set)
             runs = _divided(np.asarray(rows, np.float32) / np.float32(self._scale), layout, self._encoder)
             seconds = time.perf_counter() - began
         with self._guard:
@@ -192,7 +217,8 @@ def _bytes_of(runs: Sequence[ImageTokens]) -> int:
 def _divided(rows: np.ndarray, layout: Layout, encoder: ImageEncoder) -> list[ImageTokens]:
     """Return the rows of an encoded image, divided by the counts of its layout."""
     counts = [piece for piece in layout.pieces if isinstance(piece, int)]
-    assert rows.shape == (sum(counts), encoder.n_embd), "an encoder returns a row per token of the layout"
+    width = encoder.n_embd * (1 + encoder.n_layers)
+    assert rows.shape == (sum(counts), width), "an encoder returns a row per token of the layout"
     assert layout.positions is None or len(counts) == 1, "positions belong to one stretch of tokens"
     ends = np.cumsum(counts)
     return [

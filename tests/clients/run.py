@@ -3,7 +3,7 @@
 build/clients has an environment, packages for Node, and a log for each client. Most clients get a
 server with the tiny random model of the tests. LangChain's tests, llm-comply and the recorded requests of
 coding agents (replay.py) get one with SmolLM2 of the store. The agent libraries get one for each form of tool
-calls, whose model follows a script.
+calls, whose model follows a script. One server has a model that sees.
 
     .venv/bin/python tests/clients/run.py [NAME ...]
 """
@@ -30,6 +30,7 @@ LOADED_SECONDS = 300
 sys.path.append(str(HERE.parent / "support"))
 from byte_models import write_model  # noqa: E402
 from scripted_serve import CALLS  # noqa: E402
+from tiny_vision import N_EMBD, shared_encoder  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,10 @@ def recorded(server: Server) -> list[str]:
     return [str(BIN / "python"), str(HERE / "replay.py")]
 
 
+def images(server: Server) -> list[str]:
+    return [str(BIN / "python"), str(HERE / "image_clients.py")]
+
+
 TINY: dict[str, Callable[[Server], list[str]]] = {
     "openai-node": openai_node, "ollama": ollama, "llm": llm, "llama-index": llama_index,
     "schemathesis": schemathesis,
@@ -138,11 +143,12 @@ SMOLLM2: dict[str, Callable[[Server], list[str]]] = {
     "recorded": recorded, "llm-comply": llm_comply, "langchain": langchain,
 }  # fmt: skip
 SCRIPTED: dict[str, Callable[[Server], list[str]]] = {"agents": agents}
+SEEING: dict[str, Callable[[Server], list[str]]] = {"images": images}
 
 
 def main(names: list[str]) -> int:
     """Run the clients; return 0 if all of them passed."""
-    known = [*TINY, *SMOLLM2, *SCRIPTED]
+    known = [*TINY, *SMOLLM2, *SCRIPTED, *SEEING]
     unknown = set(names) - set(known)
     if unknown:
         sys.exit(f"there is no client {sorted(unknown)[0]!r}; there are {', '.join(known)}")
@@ -150,6 +156,7 @@ def main(names: list[str]) -> int:
     servers = [
         (TINY, [*serve, write_model(WORK / "tiny.gguf")], "tiny"),
         (SMOLLM2, [*serve, "smollm2-135m", "--max-tokens", "1024", "-c", "8192"], "smollm2-135m"),
+        (SEEING, [*serve, seeing(WORK / "seeing")], "seeing"),
         *((SCRIPTED, [python, HERE / "scripted_serve.py", form, WORK], form) for form in CALLS),
     ]
     failed = 0
@@ -159,6 +166,14 @@ def main(names: list[str]) -> int:
             with served(*command, name=model) as server:
                 failed += sum(not content(client, clients[client], server) for client in wanted)
     return 1 if failed else 0
+
+
+def seeing(folder: Path) -> Path:
+    """Write a tiny random model with the projector of one next to it. Return the model's path."""
+    folder.mkdir(exist_ok=True)
+    made = shared_encoder("llava", WORK)
+    (folder / "mmproj-tiny-f32.gguf").write_bytes(made.read_bytes())
+    return write_model(folder / "tiny.gguf", n_embd=N_EMBD, **{"llama.context_length": 1024})
 
 
 def content(name: str, command: Callable[[Server], list[str]], server: Server) -> bool:

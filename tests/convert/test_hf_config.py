@@ -785,3 +785,16 @@ def test_entries_of_strangers_are_refused(name: str, entries: dict[str, Any], me
 
     with pytest.raises(HotsetError, match=message):
         read()
+
+
+def test_a_vision_model_has_the_class_of_its_text_model() -> None:
+    """Check that sizes which the checkpoints of LLaVA 1.5 omit have transformers' values."""
+    found = {}
+    for kind in ("llama", "qwen2"):
+        given = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": kind}}
+        given["text_config"] |= {"vocab_size": 32064, "max_position_embeddings": 4096}
+        found[kind] = HFConfig(given)
+    assert (found["llama"].architecture, found["qwen2"].architecture) == ("llama", "qwen2")
+    assert (found["llama"].n_embd, found["llama"].n_layer, found["llama"].n_ff) == (4096, 32, 11008)
+    with pytest.raises(UnsupportedModelError, match="a text model of the type 'bloom'"):
+        HFConfig({"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "bloom"}})

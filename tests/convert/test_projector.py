@@ -136,6 +136,34 @@ def test_odd_settings_are_refused(
     assert not (tmp_path / "mmproj.gguf").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "entries", "error"),
+    [
+        ("llava", "config.json", {"vision_feature_layer": [-2, -5]}, "the vision_feature_layer"),
+        ("llava", "config.json", {"vision_feature_layer": -9}, "the vision_feature_layer -9"),
+        ("llava", "config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act is 'relu'"),
+        ("llava", "preprocessor_config.json", {"do_pad": True}, "the image processor's do_pad is True"),
+        ("llava-next", "config.json", {"image_grid_pinpoints": [[32, 40]]}, "multiples of 32"),
+        ("internvl", "config.json", {"downsample_ratio": 0.25}, "downsample_ratio is 0.25, and only 0.5"),
+    ],
+)
+def test_odd_settings_of_a_family_are_refused(
+    name: str, file: str, entries: dict[str, Any], error: str, tmp_path: Path
+) -> None:
+    save_checkpoint(RECIPES[name], tmp_path / "model")
+    changed(tmp_path / "model", file, **entries)
+    with pytest.raises(HotsetError, match=error):
+        convert_projector(tmp_path / "model", tmp_path / "mmproj.gguf")
+
+
+def test_layers_after_the_features_are_left_out(tmp_path: Path) -> None:
+    save_checkpoint(RECIPES["llava"], tmp_path / "model")
+    convert_projector(tmp_path / "model", tmp_path / "mmproj.gguf")
+    with open_gguf(tmp_path / "mmproj.gguf") as gguf:
+        assert gguf.metadata["clip.vision.block_count"] == 2
+        assert not any(name.startswith(("v.blk.2.", "v.post_ln.")) for name in gguf.tensors)
+
+
 def test_odd_tensors_are_refused(smol: Path, tmp_path: Path) -> None:
     path = smol / "model.safetensors"
     tensors = load_file(path)

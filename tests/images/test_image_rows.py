@@ -24,12 +24,14 @@ from hotset.model.graph import Graph
 
 N, FIRST, ROWS, COLUMNS = 90, 37, 4, 6
 END = FIRST + ROWS * COLUMNS
-# Name → whether images have rotary positions, and whether their tokens see one another.
+# Name → whether images have rotary positions, whether their tokens see one another, and to how many layers'
+# results a part of their rows is added.
 MODELS = {
-    "llama": (False, False),
-    "gemma3": (False, True),
-    "qwen2vl": (True, False),
-    "qwen3vl": (True, False),
+    "llama": (False, False, 0),
+    "gemma3": (False, True, 0),
+    "qwen2vl": (True, False, 0),
+    "qwen3vl": (True, False, 2),
+    "qwen3vlmoe": (True, False, 1),
 }
 
 
@@ -49,7 +51,9 @@ def positions_of(axes: bool) -> np.ndarray | None:
     return np.stack([0 * at, at // COLUMNS, at % COLUMNS], axis=1) if axes else None
 
 
-def expected(name: str, tokens: np.ndarray, rows: np.ndarray, axes: bool, grouped: bool) -> np.ndarray:
+def expected(
+    name: str, tokens: np.ndarray, rows: np.ndarray, axes: bool, grouped: bool, n_layers: int
+) -> np.ndarray:
     """Return transformers' logits, from embeddings, positions and masks."""
     model = tiny_models.build(RECIPES[name]).eval()
     at = torch.arange(N)
@@ -69,20 +73,27 @@ def expected(name: str, tokens: np.ndarray, rows: np.ndarray, axes: bool, groupe
         }
     with torch.no_grad():
         embedded = model.get_input_embeddings()(torch.from_numpy(tokens)[None]).clone()
-        embedded[0, FIRST:END] = torch.from_numpy(rows)
+        first, *more = np.split(rows, 1 + n_layers, axis=1)
+        embedded[0, FIRST:END] = torch.from_numpy(first)
+        if more:
+            how["visual_pos_masks"] = ((at >= FIRST) & (at < END))[None]
+            how["deepstack_visual_embeds"] = [torch.from_numpy(part) for part in more]
+            hidden = model.model.language_model(inputs_embeds=embedded, **how).last_hidden_state
+            return model.lm_head(hidden)[0].numpy()
         return model(inputs_embeds=embedded, **how).logits[0].numpy()
 
 
 @pytest.fixture(params=MODELS, scope="module")
 def prompt(request: pytest.FixtureRequest, run_folder: Path) -> Iterator[Prompt]:
-    axes, grouped = MODELS[request.param]
+    axes, grouped, n_layers = MODELS[request.param]
     rng = np.random.default_rng(3)
     tokens = rng.integers(1, tiny_models.VOCABULARY, N)
     with open_gguf(tiny_models.shared_gguf(request.param, run_folder)) as gguf:
-        config = config_from_gguf(gguf).for_images(groups=grouped)
+        config = config_from_gguf(gguf).for_images(groups=grouped, n_layers=n_layers)
         assert config.has_image_positions == axes
-        rows = 0.5 * rng.standard_normal((ROWS * COLUMNS, config.n_embd)).astype(np.float32)
-        logits = expected(request.param, tokens, rows, axes, grouped)
+        width = config.n_embd * (1 + n_layers)
+        rows = 0.5 * rng.standard_normal((ROWS * COLUMNS, width)).astype(np.float32)
+        logits = expected(request.param, tokens, rows, axes, grouped, n_layers)
         run = ImageTokens(
             FIRST, rows / np.float32(config.embedding_scale), positions_of(axes), max(ROWS, COLUMNS), grouped
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import socket
 import threading
 import time
@@ -14,10 +15,10 @@ from urllib.parse import urlsplit
 import pytest
 from byte_models import write_model
 from stand_in_encoder import asks, decoded, file_of, give_images
-from tiny_server import client_of
+from tiny_server import WATCHDOG, Serving, client_of
 
 import hotset
-from hotset.errors import InvalidRequestError
+from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.server.remote_images import answer_of, fetched, is_public, with_fetched
 from hotset.server.settings import ServerSettings
 from hotset.text.image_text import GivenImage, text_of_image
@@ -105,6 +106,32 @@ async def test_a_model_without_an_encoder_refuses_an_image(path: Path, name: str
         assert reply.status_code == 400
         assert "there is no projector next to tiny.gguf" in reply.text
         assert str(path.parent) not in reply.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_the_encoding_of_its_image(path: Path, stream: bool):
+    begun, ended = threading.Event(), threading.Event()
+    route, body = REQUESTS["chat"]
+    sent = json.dumps({"model": "tiny", "stream": stream} | body).encode()
+    head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n\r\n"
+
+    def held(picture: Any, detail: str, max_tokens: int | None, stops: Any) -> Any:
+        begun.set()
+        assert cancelled.wait(WATCHDOG)
+        assert stops()
+        ended.set()
+        raise StepCancelledError
+
+    with Serving(path) as server:
+        encoder, cancelled = give_images(server.model), threading.Event()
+        first, encoder.encode = encoder.encode, held  # type: ignore[method-assign]
+        encoder.cancel = cancelled.set  # type: ignore[method-assign]
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head.encode() + sent)
+            assert begun.wait(WATCHDOG)
+        assert ended.wait(WATCHDOG)
+        encoder.encode = first  # type: ignore[method-assign]
+        assert server.client.post(route, json={"model": "tiny", "temperature": 0} | body).status_code == 200
 
 
 RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": BASE64}]}

@@ -191,7 +191,7 @@ UNREAD_KEYS = {  # keys that only its converter writes: defaults, and keys that 
     "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.scaling.type",
     "rope.scaling.factor", "rope.scaling.original_context_length", "attention.sliding_window_pattern",
     "attention.sliding_window", "leading_dense_block_count", "nextn_predict_layers",
-    "expert_shared_feed_forward_length", "rope.freq_base_swa", "tensor_data_layout", "n_deepstack_layers",
+    "expert_shared_feed_forward_length", "rope.freq_base_swa", "tensor_data_layout",
     "expert_count", "expert_used_count", "expert_weights_scale", "attention.indexer.types",
     "full_attention_interval",
 }  # fmt: skip

@@ -1,8 +1,9 @@
-"""Runs llama.cpp's converter: `llama_cpp_convert.py LLAMA_CPP` reads a line [FOLDER, OUT.gguf] for each file.
+"""Runs llama.cpp's converter: `llama_cpp_convert.py LLAMA_CPP` reads a line for each file.
 
-The script answers each with a line: the error, or an empty text. Each file has a process of its own, because
-the converter's classes remember earlier files. Files are F32. The converter identifies a vocabulary by a hash
-of its tokens for one text. It does not know the test vocabularies, so the files get none.
+A line is [FOLDER, OUT.gguf, OPTION...]. The script answers each with a line: the error, or an empty text.
+Each file has a process of its own, because the converter's classes remember earlier files. Files are F32.
+The converter identifies a vocabulary by a hash of its tokens for one text. It does not know the test
+vocabularies, so the files get none.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def main(llama_cpp: Path) -> None:
         if child := os.fork():
             os.waitpid(child, 0)
             continue
-        folder, out = json.loads(line)
-        sys.argv = ["convert_hf_to_gguf.py", folder, "--outfile", out, "--outtype", "f32"]
+        folder, out, *more = json.loads(line)
+        sys.argv = ["convert_hf_to_gguf.py", folder, "--outfile", out, "--outtype", "f32", *more]
         error = ""
         with contextlib.suppress(FileNotFoundError):
             Path(out).unlink()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,7 @@ class StandInEncoder:
     """
 
     marker, plain_marker = "<|image|>", "(<|image|>)"
-    nbytes = 1 << 20
+    nbytes, n_layers = 1 << 20, 0
 
     def __init__(self, n_embd: int, *, causal: bool = True, axes: bool = False, tiles: int = 1) -> None:
         self.n_embd, self.causal, self.axes, self.tiles = n_embd, causal, axes, tiles
@@ -60,7 +61,9 @@ class StandInEncoder:
         positions = np.stack([np.zeros_like(at), at // columns, at % columns], axis=1)
         return Layout(tuple(pieces), n, positions, max(rows, columns))
 
-    def encode(self, picture: Picture, detail: str = "auto", max_tokens: int | None = None) -> np.ndarray:
+    def encode(
+        self, picture: Picture, detail: str = "auto", max_tokens: int | None = None, stops: Any = None
+    ) -> np.ndarray:
         self.n_encoded += 1
         seed = int.from_bytes(picture.digest[:8], "little")
         n = self.layout(picture, detail, max_tokens).n_tokens

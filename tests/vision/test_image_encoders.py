@@ -6,6 +6,7 @@ each family.
 
 from __future__ import annotations
 
+import inspect
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,34 @@ import numpy as np
 import pytest
 from backend_runs import cpu_backend
 
+from hotset.backends.base import Batch
+from hotset.backends.decoded import decoded_vector
 from hotset.backends.reference import ReferenceBackend
-from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
+from hotset.engine.images import ImageTokens, SequenceImages
+from hotset.errors import FormatError, InvalidRequestError, StepCancelledError, UnsupportedModelError
 from hotset.formats.gguf import GGUFWriter, copy_metadata, open_gguf
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.model.vision.config import NEWLINE
 from hotset.vision import ImageEncoder, Picture
 from hotset.vision.encoder import batch_of
-from hotset.vision.layouts import scaled_sizes
+from hotset.vision.layouts import in_rows, scaled_sizes
 from hotset.vision.patches import images_of, steps_of
 
 tiny_vision = pytest.importorskip("tiny_vision")
-from tiny_vision import N_EMBD, RECIPES, SIZES, by_rows, image_of, shared_encoder, shared_features  # noqa: E402
+from tiny_vision import (  # noqa: E402
+    N_EMBD,
+    RECIPES,
+    SIZES,
+    by_rows,
+    image_of,
+    shared_encoder,
+    shared_features,
+    shared_text_model,
+)
 
 TOLERANCE = 1e-4  # of the largest value
+LEAST_TOKENS = {"idefics3": 4, "internvl": 4, "gemma3": 16, "llava": 16, "llava-next": 17}
 PICTURES = [Picture.of(image_of(size)) for size in SIZES]
 
 
@@ -52,7 +69,7 @@ def test_pixels_equal_the_processors(name: str, run_folder: Path) -> None:
             rows = []
             images = images_of(config, picture.pixels, sizes)
             for image, step in zip(images, steps_of(config, picture.pixels, sizes), strict=True):
-                patches = step.rows
+                patches = step.rows[: len(step.rows) - step.n_class, : config.n_pixels]
                 if step.order is not None:
                     patches = patches.reshape(len(step.order), -1)[step.order].reshape(patches.shape)
                 grid = image.shape[0] // config.patch, image.shape[1] // config.patch
@@ -73,8 +90,8 @@ def test_reference_matches_transformers(name: str, run_folder: Path) -> None:
     expected = shared_features(name, run_folder)
     with opened(shared_encoder(name, run_folder)) as encoder:
         config, weights = encoder.config, encoder.weights
-        picture = PICTURES[3]
-        steps = list(steps_of(config, picture.pixels, scaled_sizes(config, *SIZES[3], "auto", None)))
+        sizes = scaled_sizes(config, *SIZES[3], "auto", None)
+        steps = list(steps_of(config, PICTURES[3].pixels, sizes))
         n = max(len(step.rows) for step in steps)
         how = {"n_blocks": -(-n // 64), "max_batch": n, "kv_type": "f32"}
         with closing(ReferenceBackend(weights, encoder.graph, **how)) as backend:
@@ -84,7 +101,10 @@ def test_reference_matches_transformers(name: str, run_folder: Path) -> None:
                 ]
                 for step in steps
             ]
-        assert difference(np.concatenate(found), expected["features 3"]) < TOLERANCE
+        rows = np.concatenate(found)
+        if sizes.kept is not None:
+            rows = in_rows(config, sizes, rows, decoded_vector(weights, NEWLINE))
+        assert difference(rows, expected["features 3"]) < TOLERANCE
 
 
 def test_every_operation_is_right(name: str, run_folder: Path) -> None:
@@ -115,6 +135,39 @@ def test_threads_and_instructions_change_no_bit(
     for others in found[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(found[0], others, strict=True))
     assert np.array_equal(found[0][0], found[0][-1])  # the same image again, after others
+
+
+@pytest.mark.parametrize("size", SIZES[:3])
+def test_logits_match_transformers(name: str, size: tuple[int, int], run_folder: Path) -> None:
+    """Compare the logits of a prompt with an image, of a model whose file the converter wrote."""
+    torch, model, picture = tiny_vision.torch, RECIPES[name].model(), Picture.of(image_of(size))
+    with opened(shared_encoder(name, run_folder)) as encoder:
+        layout, rows, groups = encoder.layout(picture), encoder.encode(picture), not encoder.causal
+        n_layers = encoder.n_layers
+    n = len(rows)
+    tokens = [1, 2, *[tiny_vision.IMAGE_TOKEN] * n, 3, 4]
+    kinds = torch.tensor([[int(token == tiny_vision.IMAGE_TOKEN) for token in tokens]])
+    known = inspect.signature(model.forward).parameters
+    how = {key: kinds for key in ("token_type_ids", "mm_token_type_ids") if key in known}
+    with torch.no_grad():
+        given = RECIPES[name].processed(image_of(size))
+        expected = model(input_ids=torch.tensor([tokens]), **given, **how).logits[0].numpy()
+    with open_gguf(shared_text_model(name, run_folder)) as gguf:
+        config = config_from_gguf(gguf).for_images(groups=groups, n_layers=n_layers)
+        rows /= np.float32(config.embedding_scale)
+        run = ImageTokens(2, rows, layout.positions, layout.n_positions, groups)
+        images = SequenceImages(tokens, [run], 512)
+        at = np.arange(len(tokens), dtype=np.int32)
+        batch = Batch(
+            np.maximum(tokens, 0).astype(np.int32), at, 0 * at, np.arange(8, dtype=np.int32)[None], at,
+            image_rows=images.rows(0, len(tokens), 0)[0],
+            rotary=images.rotary(0, len(tokens)) if images.has_rotary else None,
+            groups=images.groups(0, len(tokens)) if groups else None,
+        )  # fmt: skip
+        graph = describe(config, gguf.tensors)
+        for make in (ReferenceBackend, cpu_backend):
+            with closing(make(gguf, graph, n_blocks=8, max_batch=512, kv_type="f32")) as backend:
+                assert difference(backend.step(batch).logits, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(("type", "bound"), [("f16", 5e-3), ("bf16", 3e-2), ("q8_0", 8e-2), ("q4_0", 0.6)])
@@ -178,11 +231,18 @@ def test_missing_and_unknown_tensors_are_named(run_folder: Path, tmp_path: Path)
         ("vision.image_std", [0.0, 1.0, 1.0], "outside 0.001 to 10"),
         ("vision.block_count", 5000, "outside 1 to 1024"),
         ("vision.image_size", 8192, "outside 16 to 4096"),
+        ("vision.image_grid_pinpoints", [32, 33], "must hold heights and widths, multiples of 32"),
+        ("vision.image_grid_pinpoints", [32, 64, 32], "must hold heights and widths"),
+        ("vision.image_grid_pinpoints", ["32", "64"], "must hold heights and widths"),
+        ("vision.image_grid_pinpoints", 32, "must hold heights and widths"),
+        ("vision.feature_layer", [1], "must hold the last layer, 2"),
+        ("vision.feature_layer", 2, "must hold the last layer, 2"),
         ("vision.preproc_image_size", 4096, "divides an image into 16384 tiles, more than 1024"),
     ],
 )
 def test_odd_keys_are_named(key: str, value: object, error: str, run_folder: Path, tmp_path: Path) -> None:
-    with open_gguf(shared_encoder("idefics3", run_folder)) as gguf:
+    name = "llava-next" if key in ("vision.image_grid_pinpoints", "vision.feature_layer") else "idefics3"
+    with open_gguf(shared_encoder(name, run_folder)) as gguf:
         writer = GGUFWriter(tmp_path / "odd.gguf", None)
         for name, old in gguf.metadata.items():
             writer.add(name, value if name == f"clip.{key}" else old)
@@ -215,15 +275,14 @@ def test_a_limit_of_tokens_makes_images_smaller(name: str, run_folder: Path) -> 
     with opened(shared_encoder(name, run_folder)) as encoder:
         for picture in PICTURES:
             most = encoder.layout(picture).n_tokens
-            least = {"idefics3": 4, "gemma3": 16}.get(name, 12)
+            least = LEAST_TOKENS.get(name, 12)
             for limit in range(least, most + 1, 3):
                 layout = encoder.layout(picture, max_tokens=limit)
                 assert layout.n_tokens <= limit
                 assert sum(piece for piece in layout.pieces if isinstance(piece, int)) == layout.n_tokens
-            assert encoder.encode(picture, max_tokens=least).shape == (
-                encoder.layout(picture, max_tokens=least).n_tokens, N_EMBD
-            )  # fmt: skip
-    if name in ("idefics3", "gemma3"):
+            n = encoder.layout(picture, max_tokens=least).n_tokens
+            assert encoder.encode(picture, max_tokens=least).shape == (n, N_EMBD * (1 + encoder.n_layers))
+    if name in LEAST_TOKENS:
         with opened(shared_encoder(name, run_folder)) as encoder, pytest.raises(InvalidRequestError) as error:
             encoder.layout(PICTURES[0], max_tokens=least - 1)
         assert f"has at least {least} tokens in this model, more than the limit of {least - 1}" in str(error)
@@ -255,7 +314,7 @@ def test_rows_end_with_tokens(run_folder: Path) -> None:
             assert "".join("[IMG]" * p if isinstance(p, int) else p for p in pieces) == expected
 
 
-@pytest.mark.parametrize("name", ["qwen2vl", "qwen2.5vl"])
+@pytest.mark.parametrize("name", ["qwen2vl", "qwen2.5vl", "qwen3vl"])
 def test_positions_equal_transformers(name: str, run_folder: Path) -> None:
     torch = tiny_vision.torch
     model = RECIPES[name].model().model
@@ -279,6 +338,14 @@ def test_narrow_images_are_refused(run_folder: Path) -> None:
             encoder.layout(narrow)
     with opened(shared_encoder("idefics3", run_folder)) as encoder:
         assert encoder.encode(narrow).shape == (encoder.layout(narrow).n_tokens, N_EMBD)
+
+
+def test_encoding_ends_between_tiles(run_folder: Path) -> None:
+    with opened(shared_encoder("internvl", run_folder)) as encoder:
+        whole, asked = encoder.encode(PICTURES[0]), iter([False, True])
+        with pytest.raises(StepCancelledError):
+            encoder.encode(PICTURES[0], stops=lambda: next(asked))
+        assert np.array_equal(encoder.encode(PICTURES[0]), whole)
 
 
 def test_unknown_detail_is_named(run_folder: Path) -> None:

@@ -35,8 +35,9 @@ NO_ADAPTERS: AdapterScales = ()
 class ImageRows:
     """The tokens of a batch that belong to images, and their rows, which replace token embeddings.
 
-    places: int32 [n], rising indices of tokens. rows: float32 [n, n_embd], as the model's embedding operation
-    (operations.Embed, `replaceable`) would return them.
+    places: int32 [n], rising indices of tokens. rows: float32 [n, n_embd * parts], first as the model's
+    embedding operation (operations.Embed, `image_parts`) would return them, then the parts that
+    operations.AddImage adds.
     """
 
     places: np.ndarray

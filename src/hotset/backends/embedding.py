@@ -11,7 +11,7 @@ from hotset import _core
 from hotset.backends.base import Batch
 from hotset.errors import InvalidRequestError
 from hotset.formats.source import WeightSource
-from hotset.model.operations import Embed
+from hotset.model.operations import AddImage, Embed
 from hotset.offload.uploads import rows_at
 
 
@@ -31,12 +31,21 @@ def with_images(op: Embed, rows: np.ndarray, batch: Batch) -> np.ndarray:
 
     Raises InvalidRequestError for rows of images that do not fit.
     """
-    if batch.image_rows is None or not op.replaceable:
+    if batch.image_rows is None or not op.image_parts:
         return rows
-    places, given = batch.image_rows.places, batch.image_rows.rows
-    check_image_rows(batch, op.out.width)
+    check_image_rows(batch, op.out.width * op.image_parts)
     out = rows.copy()
-    out[places] = given
+    out[batch.image_rows.places] = batch.image_rows.rows[:, : op.out.width]
+    return out
+
+
+def add_image(op: AddImage, x: np.ndarray, batch: Batch) -> np.ndarray:
+    """Return x [n_tokens, width] plus a part of the rows of images. Raises as `with_images`."""
+    if batch.image_rows is None:
+        return x
+    check_image_rows(batch, x.shape[1] * op.n_parts)
+    out, first = x.copy(), op.index * x.shape[1]
+    out[batch.image_rows.places] += batch.image_rows.rows[:, first : first + x.shape[1]]
     return out
 
 

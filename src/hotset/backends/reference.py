@@ -25,7 +25,7 @@ from hotset.backends.base import (
     check_states,
 )
 from hotset.backends.decoded import DecodedWeights
-from hotset.backends.embedding import encoded_rows, with_images
+from hotset.backends.embedding import add_image, encoded_rows, with_images
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.formats.quants import dequantize
 from hotset.formats.source import WeightSource
@@ -175,10 +175,11 @@ class ReferenceBackend(WithoutDevices):
             case ops.Embed():
                 info, encoded = self.weights.tensors[op.weight], encoded_rows(self.weights, op, batch)
                 return with_images(op, dequantize(encoded, info.type, (info.shape[0], len(encoded))), batch)
-            case ops.RMSNorm():
-                return normalised(op, values[op.x.id], self._weight(op.weight), None)
-            case ops.UnitNorm():
-                return normalised(op, values[op.x.id], np.ones(1, F32), None)
+            case ops.AddImage():
+                return add_image(op, values[op.x.id], batch)
+            case ops.RMSNorm() | ops.UnitNorm():
+                weight = np.ones(1, F32) if isinstance(op, ops.UnitNorm) else self._weight(op.weight)
+                return normalised(op, values[op.x.id], weight, None)
             case ops.LayerNorm():
                 return self._layer_normed(op, values[op.x.id])
             case ops.Linear():

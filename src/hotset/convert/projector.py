@@ -26,7 +26,8 @@ from hotset.files import check_target
 from hotset.formats.gguf import GGUFWriter, PlannedFile, TensorInfo
 from hotset.formats.quants import GGMLType
 from hotset.formats.requantize import PlannedTensor, assign_types, target_of, typed_model
-from hotset.model.vision.config import ARCHITECTURE, config_of_encoder
+from hotset.model.activation import GELU
+from hotset.model.vision.config import ARCHITECTURE, FAMILIES, config_of_encoder
 from hotset.model.vision.graph import describe_encoder
 from hotset.model.vision.tensors import EncoderTensors
 from hotset.parameters import shown
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _T = GGMLType
 _HALF, _CLIP_MEAN = (0.5, 0.5, 0.5), (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_OF_LLAMA = 4096  # the width of a text model whose config.json does not say it, as of LLaVA 1.5
 _FILTERS = {1: "LANCZOS", 2: "BILINEAR", 3: "BICUBIC"}  # Pillow's numbers
 
 # Names in checkpoints, without the text before the vision part → names in the file. A name that does not end
@@ -63,6 +65,17 @@ _QWEN = {
     r"merger\.ln_q": "v.post_ln",
     r"merger\.mlp\.(\d+)": r"mm.\1",
 }
+_QWEN3 = {
+    **_QWEN,
+    r"pos_embed": "v.position_embd",
+    r"blocks\.(\d+)\.attn\.qkv": r"v.blk.\1.attn_qkv",
+    r"blocks\.(\d+)\.mlp\.linear_fc1": r"v.blk.\1.ffn_up",
+    r"blocks\.(\d+)\.mlp\.linear_fc2": r"v.blk.\1.ffn_down",
+    r"merger\.norm": "v.post_ln",
+    r"merger\.linear_fc1": "mm.0",
+    r"merger\.linear_fc2": "mm.2",
+    r"deepstack_merger_list\.(\d+)\.(norm|linear_fc1|linear_fc2)": r"v.deepstack.\1.\2",
+}
 _PIXTRAL = {
     r"patch_conv": "v.patch_embd",
     r"ln_pre": "v.pre_ln",
@@ -77,16 +90,42 @@ _PIXTRAL = {
 }
 
 
+_CLIP = {
+    **_SIGLIP,
+    r"embeddings\.class_embedding": "v.class_embd",
+    r"pre_layrnorm": "v.pre_ln",
+    r"post_layernorm": "",  # after the last layer, which is not read
+    r"linear_1": "mm.0",
+    r"linear_2": "mm.2",
+    r"image_newline": "model.image_newline",
+}
+_INTERNVL = {
+    r"embeddings\.cls_token": "v.class_embd",
+    r"embeddings\.patch_embeddings\.projection": "v.patch_embd",
+    r"embeddings\.position_embeddings": "v.position_embd.weight",
+    r"encoder\.layer\.(\d+)\.attention\.([qkv])_proj": r"v.blk.\1.attn_\2",
+    r"encoder\.layer\.(\d+)\.attention\.projection_layer": r"v.blk.\1.attn_out",
+    r"encoder\.layer\.(\d+)\.lambda_([12])": r"v.blk.\1.ls\2.weight",
+    r"encoder\.layer\.(\d+)\.layernorm_before": r"v.blk.\1.ln1",
+    r"encoder\.layer\.(\d+)\.layernorm_after": r"v.blk.\1.ln2",
+    r"encoder\.layer\.(\d+)\.mlp\.fc1": r"v.blk.\1.ffn_up",
+    r"encoder\.layer\.(\d+)\.mlp\.fc2": r"v.blk.\1.ffn_down",
+    r"layer_norm": "mm.model.mlp.0",
+    r"linear_1": "mm.model.mlp.1",
+    r"linear_2": "mm.model.mlp.3",
+}
+
+
 @dataclass(frozen=True)
 class EncoderClass:
     """A class of checkpoints with an image encoder.
 
-    projector: the family. prefix: of the names of the vision part's tensors. tensors: patterns of the rest →
-    names in the file, several if a tensor is split. defaults: entries of vision_config that the class has if
-    config.json has not. mean, std: of the processor. resample: Pillow's filter. keys: returns further keys,
-    without `clip.`, from vision_config, config.json and the processor's file. whole: types of
-    tensors in files of any type but F32. turned: rows of queries and keys are for pairs of channels in the
-    halves of a head, and become pairs of neighbours.
+    projector: the family. prefix: of the names of the vision part's tensors. tensors: patterns of the rest
+    → names in the file, several if a tensor is split, none if it is left out. defaults: entries of
+    vision_config that the class has if config.json has not. mean, std: of the processor. resample: Pillow's
+    filter. keys: returns further keys, without `clip.`, from vision_config, config.json and the processor's
+    file. whole: types of tensors in files of any type but F32. turned: rows of queries and keys are for
+    pairs of channels in the halves of a head, and become pairs of neighbours.
     """
 
     projector: str
@@ -121,13 +160,63 @@ def _gemma3_keys(
     return {} if merge == 4 else {"vision.projector.scale_factor": merge}
 
 
+def _llava_keys(
+    vision: Mapping[str, Any], config: Mapping[str, Any], images: Mapping[str, Any]
+) -> dict[str, Any]:
+    points = config.get("image_grid_pinpoints")
+    known = {"projector_hidden_act": "gelu", "vision_feature_select_strategy": "default"}
+    _check_entries(config, known)
+    if vision.get("model_type") != "clip_vision_model":
+        raise UnsupportedModelError(f"a vision_config of {shown(vision.get('model_type'))} is not supported")
+    if points is None:
+        _check_entries(images, {"do_center_crop": True, "do_pad": False}, "the image processor's")
+    _checked_side(vision, images, "size", "shortest_edge", "images")
+    side = _checked_side(vision, images, "crop_size", "height", "images")
+    layer, n_layer = config.get("vision_feature_layer", -2), integer(vision, "num_hidden_layers")
+    if type(layer) is not int or not -n_layer <= layer < 0:
+        raise UnsupportedModelError(
+            f"the vision_feature_layer {shown(layer)} in config.json is not supported"
+        )
+    keys = {"vision.block_count": n_layer + 1 + layer, "vision.feature_layer": [n_layer + 1 + layer]}
+    if config.get("architectures") == ["LlavaNextForConditionalGeneration"]:
+        if points is None:
+            points = [[1, 2], [2, 1], [2, 2], [3, 1], [1, 3]]
+            points = [[n * side for n in point] for point in points]
+        keys |= {
+            "vision.mm_patch_merge_type": "spatial_unpad",
+            "vision.image_grid_pinpoints": [n for point in points for n in point],
+        }
+    return keys
+
+
+def _internvl_keys(
+    vision: Mapping[str, Any], config: Mapping[str, Any], images: Mapping[str, Any]
+) -> dict[str, Any]:
+    known = {"projector_hidden_act": "gelu", "vision_feature_layer": -1, "downsample_ratio": 0.5}
+    _check_entries(config, known | {"vision_feature_select_strategy": "default"})
+    _check_entries(vision, {"norm_type": "layer_norm", "use_qk_norm": False, "use_mean_pooling": True})
+    _checked_side(vision, images, "size", "height", "tiles")
+    return {
+        "vision.projector.scale_factor": 2,
+        "vision.preproc_min_tiles": integer(images, "min_patches", 1),
+        "vision.preproc_max_tiles": integer(images, "max_patches", 12),
+    }
+
+
+def _check_entries(
+    entries: Mapping[str, Any], known: Mapping[str, Any], whose: str = "config.json's"
+) -> None:
+    """Raise UnsupportedModelError for an entry with another than the known value."""
+    for entry, value in known.items():
+        if (given := entries.get(entry, value)) != value:
+            raise UnsupportedModelError(f"{whose} {entry} is {shown(given)}, and only {value!r} is supported")
+
+
 def _pixtral_keys(
     vision: Mapping[str, Any], config: Mapping[str, Any], images: Mapping[str, Any]
 ) -> dict[str, Any]:
     _checked_side(vision, images, "size", "longest_edge", "images")
-    known = {"projector_hidden_act": "gelu", "vision_feature_layer": -1}
-    if odd := [entry for entry, value in known.items() if config.get(entry, value) != value]:
-        raise UnsupportedModelError(f"{odd[0]} in config.json is not supported, only {known[odd[0]]!r} is")
+    _check_entries(config, {"projector_hidden_act": "gelu", "vision_feature_layer": -1})
     if vision.get("model_type") != "pixtral":
         raise UnsupportedModelError(f"a vision_config of {shown(vision.get('model_type'))} is not supported")
     has_merger = "spatial_merge_size" in config
@@ -151,6 +240,16 @@ def _qwen_keys(
     return keys
 
 
+def _qwen3_keys(
+    vision: Mapping[str, Any], config: Mapping[str, Any], images: Mapping[str, Any]
+) -> dict[str, Any]:
+    n_layer, indexes = integer(vision, "num_hidden_layers"), vision.get("deepstack_visual_indexes")
+    if not isinstance(indexes, list) or sorted({i for i in indexes if i in range(n_layer)}) != indexes:
+        raise UnsupportedModelError("deepstack_visual_indexes in config.json must be layers in rising order")
+    deep = [i in indexes for i in range(n_layer)]
+    return _qwen_keys(vision, config, images) | {"vision.is_deepstack_layers": deep}
+
+
 _OF_SIGLIP = {
     "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "intermediate_size": 3072,
     "num_hidden_layers": 12, "image_size": 224,
@@ -171,6 +270,16 @@ _QWEN2VL = EncoderClass(
     _OF_QWEN | {"embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu", "mlp_ratio": 4},
     _CLIP_MEAN, _CLIP_STD, 3, _qwen_keys, {},
 )  # fmt: skip
+_QWEN3VL = EncoderClass(
+    "qwen3vl_merger", r"(model\.)?visual\.", _QWEN3,
+    _OF_QWEN
+    | {
+        "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16,
+        "hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
+    _HALF, _HALF, 3, _qwen3_keys, {"v.position_embd.weight": _T.F32},
+)  # fmt: skip
 _PIXTRAL_CLASS = EncoderClass(
     "pixtral", r"(model\.)?(vision_tower|multi_modal_projector)\.", _PIXTRAL,
     {
@@ -180,7 +289,26 @@ _PIXTRAL_CLASS = EncoderClass(
     },
     _CLIP_MEAN, _CLIP_STD, 3, _pixtral_keys, {}, turned=True,
 )  # fmt: skip
+_LLAVA = EncoderClass(
+    "mlp", r"(model\.)?((vision_tower(\.vision_model)?|multi_modal_projector)\.|(?=image_newline))", _CLIP,
+    {
+        "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
+        "model_type": "clip_vision_model",
+    },
+    _CLIP_MEAN, _CLIP_STD, 3, _llava_keys, {"v.position_embd.weight": _T.F32},
+)  # fmt: skip
 CLASSES = {
+    "LlavaNextForConditionalGeneration": _LLAVA,
+    "InternVLForConditionalGeneration": EncoderClass(
+        "internvl", r"(model\.)?(vision_tower|multi_modal_projector)\.", _INTERNVL,
+        {
+            "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+            "num_attention_heads": 16, "image_size": 448, "patch_size": 14, "hidden_act": "gelu",
+            "layer_norm_eps": 1e-6,
+        },
+        _CLIP_MEAN, _CLIP_STD, 3, _internvl_keys, {"v.position_embd.weight": _T.F32},
+    ),
     "LlavaForConditionalGeneration": _PIXTRAL_CLASS,
     "Mistral3ForConditionalGeneration": _PIXTRAL_CLASS,
     "Idefics3ForConditionalGeneration": _IDEFICS3,
@@ -205,6 +333,8 @@ CLASSES = {
         },
         _CLIP_MEAN, _CLIP_STD, 3, _qwen_keys, {},
     ),
+    "Qwen3VLForConditionalGeneration": _QWEN3VL,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN3VL,
 }  # fmt: skip
 
 
@@ -230,7 +360,13 @@ def convert_projector(
     checkpoint = Checkpoint(src)
     keys = _keys(family, config, _processor(src))
     head_dim = keys["vision.embedding_length"] // keys["vision.attention.head_count"]
-    sources = dict(_sources(checkpoint, family, head_dim))
+    deep = [i for i, is_deep in enumerate(keys.get("vision.is_deepstack_layers", ())) if is_deep]
+    sources = {
+        n: source
+        for n, source in _sources(checkpoint, family, head_dim, deep)
+        if (of_layer := re.match(r"v\.blk\.(\d+)\.", n)) is None
+        or int(of_layer[1]) < keys["vision.block_count"]
+    }
     if family.projector == "pixtral":
         sources["v.token_embd.img_break"] = Origin(_row_of_token(src, checkpoint, "[IMG_BREAK]"))
     writer = GGUFWriter(out_path, ARCHITECTURE)
@@ -272,6 +408,9 @@ def _class_of(config: Mapping[str, Any]) -> EncoderClass:
             f"the image encoder of the architecture {shown(name)} in config.json is not supported; hotset "
             f"converts {', '.join(CLASSES)}"
         )
+    vision = config.get("vision_config")
+    if isinstance(vision, dict) and vision.get("model_type") == "clip_vision_model":
+        return _LLAVA
     return CLASSES[name]
 
 
@@ -295,8 +434,16 @@ def _keys(family: EncoderClass, config: Mapping[str, Any], images: Mapping[str, 
     if "embed_dim" in vision:  # Qwen2-VL's hidden_size is the text model's
         vision |= {"hidden_size": vision["embed_dim"]}
         vision["intermediate_size"] = integer(vision, "embed_dim") * integer(vision, "mlp_ratio")
+    for entry in ("image_size", "patch_size"):
+        if isinstance(sides := vision.get(entry), list) and len(set(map(str, sides))) == 1:
+            vision[entry] = sides[0]
     vision["num_hidden_layers"] = vision.get("depth", vision.get("num_hidden_layers"))
     vision["num_attention_heads"] = vision.get("num_heads", vision.get("num_attention_heads"))
+    if "num_position_embeddings" in vision:
+        side = math.isqrt(n := integer(vision, "num_position_embeddings"))
+        if side**2 != n:
+            raise UnsupportedModelError(f"{n} learned positions in config.json do not form a square")
+        vision["image_size"] = side * integer(vision, "patch_size")
     for entry in ("do_resize", "do_rescale", "do_normalize"):
         if images.get(entry, True) is not True:
             raise UnsupportedModelError(f"an image processor with {entry} off is not supported")
@@ -310,7 +457,7 @@ def _keys(family: EncoderClass, config: Mapping[str, Any], images: Mapping[str, 
     return {
         "has_vision_encoder": True,
         "projector_type": family.projector,
-        "vision.projection_dim": integer({**config, **text}, "hidden_size"),
+        "vision.projection_dim": integer({"hidden_size": _OF_LLAMA, **config, **text}, "hidden_size"),
         "vision.image_size": integer(vision, "image_size"),
         "vision.patch_size": integer(vision, "patch_size"),
         "vision.embedding_length": integer(vision, "hidden_size"),
@@ -320,13 +467,14 @@ def _keys(family: EncoderClass, config: Mapping[str, Any], images: Mapping[str, 
         "vision.attention.layer_norm_epsilon": float(number(vision, "layer_norm_eps")),
         "vision.image_mean": _channels(images, "image_mean", family.mean),
         "vision.image_std": _channels(images, "image_std", family.std),
-        **_activation_keys(vision.get("hidden_act")),
+        **_activation_keys(vision.get("hidden_act"), family.projector),
         **family.keys(vision, config, images),
     }
 
 
-def _activation_keys(name: object) -> dict[str, bool]:
-    known = {"gelu_pytorch_tanh": {"use_gelu": True}, "silu": {"use_silu": True}, "quick_gelu": {}}
+def _activation_keys(name: object, projector: str) -> dict[str, bool]:
+    gelu = "gelu" if FAMILIES[projector].gelu == GELU else "gelu_pytorch_tanh"
+    known = {gelu: {"use_gelu": True}, "silu": {"use_silu": True}, "quick_gelu": {}}
     if not isinstance(name, str) or name not in known:
         raise UnsupportedModelError(f"the encoder's activation {shown(name)} is not supported")
     return known[name]
@@ -369,8 +517,13 @@ def _pattern(full: object, n_layer: int) -> int:
 # ---- tensors
 
 
-def _sources(checkpoint: Checkpoint, family: EncoderClass, head_dim: int) -> Iterator[tuple[str, Origin]]:
-    """Yield (name in the file, its source). Raises an error for a tensor without a place."""
+def _sources(
+    checkpoint: Checkpoint, family: EncoderClass, head_dim: int, deep: Sequence[int]
+) -> Iterator[tuple[str, Origin]]:
+    """Yield (name in the file, its source). Raises an error for a tensor without a place.
+
+    deep: the layers with features for the text model.
+    """
     names = [name for name in (*checkpoint.tensors, *checkpoint.unread) if re.match(family.prefix, name)]
     checkpoint.check_readable(names)
     found: set[str] = set()
@@ -379,9 +532,17 @@ def _sources(checkpoint: Checkpoint, family: EncoderClass, head_dim: int) -> Ite
         if rest.startswith("head.") or rest.endswith("position_ids"):  # of the encoder alone
             continue
         targets, values = _targets(rest, family), checkpoint.tensors[name]
+        targets = [
+            re.sub(r"deepstack\.(\d+)\.(?:linear_)?", lambda m: f"deepstack.{deep[int(m[1])]}.", t)
+            for t in targets
+        ]
         if twice := found & set(targets):
             raise FormatError(f"the checkpoint has two tensors for {min(twice)}, one of them {name}")
         found |= set(targets)
+        if values.ndim == 3 and len(values) == 1:  # one image of a batch
+            values = values[0] if values.shape[1] > 1 else values[0, 0]
+        if not targets:
+            continue
         if family.turned and re.search(r"\.attn_[qk]\.", targets[0]):
             yield targets[0], Origin(values, rows=neighbours(len(values), head_dim))
         else:
@@ -409,7 +570,7 @@ def _targets(rest: str, family: EncoderClass) -> list[str]:
     stem, _, kind = rest.rpartition(".")
     for pattern, target in family.tensors.items():
         if (match := re.fullmatch(pattern, rest)) is not None:
-            return [match.expand(target)]
+            return match.expand(target).split()
         if kind in ("weight", "bias") and (match := re.fullmatch(pattern, stem)) is not None:
             return [f"{one}.{kind}" for one in match.expand(target).split()]
     raise UnsupportedModelError(f"the checkpoint has a tensor that is not known: {rest[:200]}")

@@ -28,7 +28,7 @@ _MOST_KNOWN = 1 << 16  # digests whose ids are remembered; an image that was for
 class ImageTokens:
     """Adjacent tokens of a prompt that belong to one image.
 
-    first: index of the first one. rows: float32 [n, n_embd], as in ImageRows. positions: int32 [n, N_AXES],
+    first: index of the first one. rows: float32, as in ImageRows. positions: int32 [n, N_AXES],
     rotary positions relative to the first token's; None: they count on as in text. n_positions: the rotary
     position of the next token relative to the first one's, if `positions` is given. grouped: the tokens see
     one another, so that one step computes all of them.

@@ -67,7 +67,9 @@ class Opened:
 
     def with_images(self, images: ImageReader | None, blind: str = "") -> Opened:
         """Return the same file with the reader of its images, or with the reason why it has no reader."""
-        config = self.config if images is None else self.config.for_images(groups=images.grouped)
+        config = self.config
+        if images is not None:
+            config = config.for_images(groups=images.grouped, n_layers=images.n_layers)
         return replace(self, config=config, images=images, blind=blind)
 
     def on_cpu(self) -> Opened:

@@ -88,6 +88,8 @@ def _obstacle(opened: Opened, encoder: ImageEncoder) -> str | None:
         return "an embedding model reads only text"
     if config.indexing is not None and not encoder.causal:
         return "an indexer does not choose among the tokens of an image that see one another"
+    if encoder.n_layers > config.n_layer:
+        return f"it makes rows for {encoder.n_layers} layers, and the model has {config.n_layer}"
     if config.has_image_positions and settings.kv_type.startswith("q4_0"):
         return "keys in q4_0 have no rotary positions of images; use kv_type f16 or q8_0"
     if device is None or (device.images and encoder.causal and not config.has_image_positions):

@@ -217,8 +217,9 @@ class ModelConfig:
     part of the model. slopes: see operations.Attention. query_gain: beta and length of the
     operations.PositionGain that multiplies queries; None: no gain. n_embd_layer: width of the per-layer
     embedding of a token; 0: none. sections: pairs of channels for time, row and column of a rotary position,
-    which only tokens of images need; empty: all tokens rotate by their index. indexing: None: a token attends
-    to all keys. See Architecture for the rest.
+    which only tokens of images need; empty: all tokens rotate by their index. n_image_layers: the first
+    layers to whose results a part of image rows is added; the rows are 1 + n_image_layers times as wide.
+    indexing: None: a token attends to all keys. See Architecture for the rest.
     """
 
     architecture: str
@@ -261,6 +262,7 @@ class ModelConfig:
     causal: bool = True
     query_gain: tuple[float, int] | None = None
     sections: tuple[int, ...] = ()
+    n_image_layers: int = 0
     indexing: Indexing | None = None
 
     @property
@@ -315,15 +317,18 @@ class ModelConfig:
         """Return whether tokens of images have rotary positions of several axes."""
         return bool(self.sections)
 
-    def for_images(self, *, groups: bool) -> ModelConfig:
-        """Return the configuration for prompts with images. groups: tokens of an image see one another."""
+    def for_images(self, *, groups: bool, n_layers: int = 0) -> ModelConfig:
+        """Return the configuration for prompts with images.
+
+        groups: tokens of an image see one another. n_layers: as n_image_layers.
+        """
         interleaved = ARCHITECTURES[self.architecture].interleaved_axes
         layers = []
         for layer in self.layers:
             if layer.rope is not None and self.sections:
                 layer = replace(layer, rope=with_axes(layer.rope, self.sections, interleaved=interleaved))
             layers.append(replace(layer, groups="also" if groups and layer.mixer is None else "none"))
-        return replace(self, layers=tuple(layers))
+        return replace(self, layers=tuple(layers), n_image_layers=n_layers)
 
     def for_context(self, n_ctx: int) -> ModelConfig:
         """Return the configuration for contexts of n_ctx tokens: their rotation, and an indexer if needed."""

@@ -11,7 +11,7 @@ tap. Names in brackets exist only in some models, and a prefix blk.N is written 
     [MLA: blk.N.attn_q_a  attn_q_a_norm  attn_kv_a  attn_kv_a_norm: latent vectors  attn_kv_b or attn_k_own:
     the heads' projections of them  attn_k_shared  attn_k_shared_rope]
     blk.N.attn: the heads' results, side by side   attn_out: after attn_output
-    [blk.N.post_attention_norm]  [blk.N.attn_scaled]
+    [blk.N.post_attention_norm]  [blk.N.attn_scaled]  [blk.N.ls1  ls2: times a number per channel]
     [blk.N.attn_sub_norm  ffn_sub_norm: inputs of attn_output and ffn_down]
     [blk.N.attn_qg: queries and gates  attn_gate  attn_gate_act  attn_gated: attn * attn_gate_act]
     instead of these, in a short convolution:
@@ -40,7 +40,7 @@ tap. Names in brackets exist only in some models, and a prefix blk.N is written 
     ffn_share  ffn_share_act  ffn_shared: the product with it  ffn_sum]
     [after thresholds: blk.N.attn_norm_thresholded  attn_thresholded  ffn_norm_thresholded
     ffn_gate_thresholded  ffn_thresholded]
-    blk.N.ffn_down  [blk.N.post_ffw_norm]  [blk.N.ffn_scaled]  blk.N.out
+    blk.N.ffn_down  [blk.N.post_ffw_norm]  [blk.N.ffn_scaled]  blk.N.out  [blk.N.out_with_image]
     [residual streams with gates: streams; in attention hc_attn_norm  hc_attn_down  hc_attn_down_act
     hc_attn_up hc_attn_up_act  hc_attn_gated  hc_attn: their mean, instead of attn_norm  hc_attn_inject:
     weights of the result; in the FFN hc_ffn_norm, ..., and before the output output_hc_norm, ...]
@@ -210,6 +210,8 @@ def _describe(
         if embedded is not None:
             x = model.with_embedding(i, x, embedded)
         x = model.scaled(x, layer.result_scale, f"blk.{i}.out_scaled")
+        if i < config.n_image_layers:
+            x = model.with_image(i, x)
         if streams is not None:
             streams.correct(i, x)
     model.output(x if streams is None else streams.x, streams)
@@ -243,8 +245,9 @@ class Decoder(GraphBuilder):
     def embedding(self, tensor: str = "token_embd") -> Value:
         config, d = self.config, self.config.n_embd
         matrix = self.weights.matrix(tensor, d, config.n_vocab)
+        parts = 1 + config.n_image_layers if tensor == "token_embd" else 0
         x = self.scaled(
-            self.add(ops.Embed(self.value("embedding", d), matrix, replaceable=tensor == "token_embd")),
+            self.add(ops.Embed(self.value("embedding", d), matrix, image_parts=parts)),
             config.embedding_scale,
             "embedding_scaled",
         )
@@ -261,6 +264,11 @@ class Decoder(GraphBuilder):
             return self.add(ops.UnitNorm(self.value("token_embd_norm", d), x, config.norm_eps, 1))
         return self.norm(x, "token_embd_norm") if config.embedding_norm else x
 
+    def with_image(self, i: int, x: Value) -> Value:
+        """Add the part of image rows that belongs to layer i to its result."""
+        out, n_parts = self.value(f"blk.{i}.out_with_image", x.width), 1 + self.config.n_image_layers
+        return self.add(ops.AddImage(out, x, 1 + i, n_parts, **self.where))
+
     def attention(self, i: int, layer: LayerConfig, x: Value) -> Value:
         """Add attention or another token mixer of layer i, and the sum with the stream x."""
         config, blk = self.config, f"blk.{i}"
@@ -275,7 +283,7 @@ class Decoder(GraphBuilder):
         out = self._mixed(i, layer, h)
         if layer.post_norm:
             out = self.norm(out, f"{blk}.post_attention_norm", eps=config.post_norm_eps)
-        out = self.scaled(out, config.residual_scale, f"{blk}.attn_scaled")
+        out = self._by_channel(self.scaled(out, config.residual_scale, f"{blk}.attn_scaled"), f"{blk}.ls1")
         if config.altup is None:
             return self._summed(
                 layer, x, out, f"{blk}.ffn_inp" if layer.n_ff else f"{blk}.out", f"{blk}.attn_output_norm"
@@ -285,6 +293,13 @@ class Decoder(GraphBuilder):
             ops.Add(self.value(f"{blk}.laurel_sum", config.n_embd), x, self._laurel(blk, h), **self.where)
         )
         return self.scaled(x, math.sqrt(0.5), f"{blk}.ffn_inp")
+
+    def _by_channel(self, x: Value, tensor: str) -> Value:
+        """Add the product with a number per channel, if the file has the tensor."""
+        if f"{tensor}.weight" not in self.weights.tensors:
+            return x
+        weight = self.weights.vector(tensor, x.width)
+        return self.add(ops.Scale(self.value(tensor, x.width), x, 1.0, weight, **self.where))
 
     def _summed(self, layer: LayerConfig, x: Value, out: Value, name: str, norm: str) -> Value:
         """Add the sum of the stream x and a part's result, and the norm of the sum, if there is one.
@@ -563,7 +578,7 @@ class Decoder(GraphBuilder):
         config = self.config
         if layer.post_norm:
             out = self.norm(out, f"{blk}.post_ffw_norm", eps=config.post_norm_eps)
-        out = self.scaled(out, config.residual_scale, f"{blk}.ffn_scaled")
+        out = self._by_channel(self.scaled(out, config.residual_scale, f"{blk}.ffn_scaled"), f"{blk}.ls2")
         return self._summed(layer, x, out, f"{blk}.out", f"{blk}.layer_output_norm")
 
     def with_embedding(self, i: int, x: Value, embedded: Value) -> Value:

@@ -177,14 +177,29 @@ class Embed(Operation):
     """out[t] = row tokens[t] of `weight`.
 
     For learned positions it is row positions[t] + first_row, for token types row 0: the type of a text's
-    first part. replaceable: rows of images replace their tokens' rows (Batch.image_rows).
+    first part. image_parts: rows of images (Batch.image_rows) are this many times as wide, and the first
+    of these parts replaces their tokens' rows (see AddImage); 0: they replace no rows.
     """
 
     out: Value
     weight: Rows
     of: Literal["token", "position", "type"] = "token"
     first_row: int = 0
-    replaceable: bool = False
+    image_parts: int = 0
+
+
+@dataclass(frozen=True)
+class AddImage(Operation):
+    """out = x + a part of the token's image row (Batch.image_rows), or x for tokens outside images.
+
+    Image rows are n_parts times as wide as x; index: of the part that is added, from 0 (DeepStack, arXiv
+    2406.04334).
+    """
+
+    out: Value
+    x: Value
+    index: int
+    n_parts: int
 
 
 @dataclass(frozen=True)
@@ -1163,6 +1178,7 @@ def one_matrix(op: Linear | ExpertLinear) -> Linear:
 
 Primitive = (
     Embed
+    | AddImage
     | NgramEmbed
     | RMSNorm
     | UnitNorm

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -300,9 +301,14 @@ class Service:
         n = request.n_answers
         model.thread.check_room(n + self._n_prepared)
         self._n_prepared += n
+        left = threading.Event()
         try:
             threads = self.preparation.text(long=request.is_long)
-            prompts = await threads.run(request.client, _prepared, model, request, self.settings)
+            prompts = await threads.run(request.client, _prepared, model, request, self.settings, left)
+        except asyncio.CancelledError:  # the client disconnected
+            if model.images is not None:
+                model.images.end(left)
+            raise
         finally:
             self._n_prepared -= n
         answer = Answer(request, prompts, partial(self._submit, model.thread), self._closed, asked)
@@ -414,8 +420,10 @@ class Service:
         self.preparation.close()
 
 
-def _prepared(model: Model, request: AnswerRequest, settings: ServerSettings) -> list[PreparedPrompt]:
-    """Return the checked prompts of a request with their sequences."""
+def _prepared(
+    model: Model, request: AnswerRequest, settings: ServerSettings, left: threading.Event
+) -> list[PreparedPrompt]:
+    """Return the checked prompts of a request with their sequences. left: ends the encoding of images."""
     output: Output | None = None
     params = request.thinking.limited(request.params)
     request = replace(request, params=params)
@@ -429,6 +437,11 @@ def _prepared(model: Model, request: AnswerRequest, settings: ServerSettings) ->
     else:
         texts = request.prompts
         prompts = [Fitted(model.encode(text, parse_special=request.parse_special), 0) for text in texts]
+    for prompt in prompts:
+        tokens, sees = prompt.tokens, request.prompt_logprobs is None
+        if sees and isinstance(tokens, PromptTokens) and model.images is not None:
+            model.engine.require_room(len(tokens))
+            model.images.prompt(tokens, left)
     owner = Owner.of(request.client, settings.max_seconds)
     prepared = [_prepared_prompt(model, request, output, prompt, owner) for prompt in prompts]
     if scales is not None:

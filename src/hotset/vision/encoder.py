@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -11,13 +12,14 @@ import numpy as np
 
 from hotset.backends.base import BLOCK_SIZE, Batch
 from hotset.backends.cpu.backend import CpuBackend, new_runtime
+from hotset.backends.decoded import decoded_vector
 from hotset.backends.stage import BackendOptions
-from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.errors import InvalidRequestError, StepCancelledError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
-from hotset.model.vision.config import VisionConfig, config_of_encoder
+from hotset.model.vision.config import NEWLINE, VisionConfig, config_of_encoder
 from hotset.model.vision.graph import describe_encoder
 from hotset.model.vision.tensors import EncoderTensors
-from hotset.vision.layouts import Detail, Layout, ScaledSizes, layout_of, n_tokens_of, scaled_sizes
+from hotset.vision.layouts import Detail, Layout, ScaledSizes, in_rows, layout_of, scaled_sizes
 from hotset.vision.patches import Patches, steps_of
 from hotset.vision.pictures import Picture
 
@@ -27,9 +29,11 @@ _FIRST_PATCHES = 1024  # for images of a free size, until one needs more
 class ImageEncoder:
     """An open image encoder. Several threads may use it, in turn.
 
-    n_embd: the width of the text model's embedding. causal: whether the text model's tokens of an image see
-    only those before them; False: all of one image (Gemma 3). marker: the text of an image in published chat
-    templates, which the pieces of its layout replace. plain_marker: its text for a template without images.
+    n_embd: the width of the text model's embedding. n_layers: the first layers of the text model whose
+    results get a part of the rows of images, which are 1 + n_layers times as wide. causal: whether its tokens
+    of an image see only those before them; False: all of one image (Gemma 3). marker: the text of an
+    image in published chat templates, which the pieces of its layout replace. plain_marker: its text for a
+    template without images.
     """
 
     def __init__(self, gguf: GGUFFile, threads: int | None = None) -> None:
@@ -37,15 +41,16 @@ class ImageEncoder:
         self.config: VisionConfig = config_of_encoder(gguf, self.weights.tensors)
         self.graph = describe_encoder(self.config, self.weights.tensors)
         family = self.config.family
-        self.n_embd, self.causal = self.config.n_out, family.causal
+        self.n_embd, self.n_layers = self.config.n_out, len(self.config.deep)
+        self.causal = family.causal
         self.marker, self.plain_marker = family.marker, family.plain_marker
         self._lock = threading.Lock()
         self._runtime = new_runtime(threads)
         self._backend: CpuBackend | None = None
         try:
             of_square = (self.config.side // self.config.patch) ** 2
-            fixed = family.sizes in ("tiles", "square")
-            self._reserve(of_square if fixed else _FIRST_PATCHES)
+            fixed = family.sizes not in ("free", "edge")
+            self._reserve(of_square + self.config.has_class if fixed else _FIRST_PATCHES)
         except BaseException:
             self.close()
             raise
@@ -89,21 +94,30 @@ class ImageEncoder:
         """
         return layout_of(self.config, self._sizes(picture, detail, max_tokens))
 
-    def encode(self, picture: Picture, detail: Detail = "auto", max_tokens: int | None = None) -> np.ndarray:
-        """Return the embeddings of the picture's image tokens, float32 [n_tokens, n_embd].
+    def encode(
+        self,
+        picture: Picture,
+        detail: Detail = "auto",
+        max_tokens: int | None = None,
+        stops: Callable[[], bool] = lambda: False,
+    ) -> np.ndarray:
+        """Return the embeddings of the picture's image tokens, float32 [n_tokens, n_embd * (1 + n_layers)].
 
-        They are bitwise identical for any number of threads. Raises the errors of `layout`, and
-        StepCancelledError after `cancel`.
+        They are bitwise identical for any number of threads. stops: returns whether to end before the next
+        step. Raises the errors of `layout`, and StepCancelledError then and after `cancel`.
         """
         sizes = self._sizes(picture, detail, max_tokens)
-        out = np.empty((n_tokens_of(self.config, sizes), self.n_embd), np.float32)
-        at = 0
+        parts = []
         with self._lock:
             for step in steps_of(self.config, picture.pixels, sizes):
+                if stops():
+                    raise StepCancelledError
                 found = self._run(step)
-                out[at : at + len(found)] = found if step.order is None else found[step.order]
-                at += len(found)
-        return out
+                parts.append(found.copy() if step.order is None else found[step.order])
+        rows = np.concatenate(parts)
+        if sizes.kept is None:
+            return rows
+        return in_rows(self.config, sizes, rows, decoded_vector(self.weights, NEWLINE))
 
     def cancel(self) -> None:
         """End the step in flight, from any thread."""
@@ -158,7 +172,7 @@ def batch_of(step: Patches, n_merged: int) -> Batch:
         np.arange(n, dtype=np.int32),
         np.zeros(n, np.int32),
         np.arange(-(-n // BLOCK_SIZE), dtype=np.int32)[None],
-        np.arange(n_merged - 1, n, n_merged, dtype=np.int32),
+        np.arange(n_merged - 1, n - step.n_class, n_merged, dtype=np.int32),
         rotary=step.rotary,
         groups=step.groups,
     )

@@ -38,13 +38,17 @@ class Layout:
 class ScaledSizes:
     """The sizes of an image on its way to the encoder, in pixels.
 
-    scalings: heights and widths to which it is scaled, one after the other. rows, columns: tiles of the last
-    size, which the whole image follows as one more; 0: no tiles.
+    scalings: heights and widths to which it is scaled, one after the other. canvas: the size to which its
+    borders are cut, or to which it gets black ones; None: the last one. rows, columns: tiles of that size;
+    the whole image is one more; 0: no tiles. kept: rows and columns of the image tokens of all tiles, without
+    borders, if each row ends with a token of its own.
     """
 
     scalings: tuple[tuple[int, int], ...]
     rows: int = 0
     columns: int = 0
+    canvas: tuple[int, int] | None = None
+    kept: tuple[int, int] | None = None
 
 
 def scaled_sizes(
@@ -64,6 +68,10 @@ def scaled_sizes(
             found = ScaledSizes(((config.side, config.side),))
         case "free":
             found = _free(config, height, width, detail, max_tokens)
+        case "points":
+            found = _in_points(config, height, width, detail, max_tokens)
+        case "grid":
+            found = _in_grid(config, height, width, detail, max_tokens)
         case "edge":
             found = _within(config, height, width, detail, max_tokens)
     if max_tokens is not None and (n := n_tokens_of(config, found)) > max_tokens:
@@ -75,9 +83,12 @@ def scaled_sizes(
 
 def n_tokens_of(config: VisionConfig, sizes: ScaledSizes) -> int:
     """Return the image tokens of an image of these sizes."""
-    height, width = sizes.scalings[-1]
-    n = height * width // config.token_side**2
-    return n + (config.side // config.token_side) ** 2 if sizes.rows else n
+    n = (config.side // config.token_side) ** 2
+    if sizes.kept is not None:
+        rows, columns = sizes.kept
+        return n + rows * (columns + 1)
+    height, width = sizes.canvas or sizes.scalings[-1]
+    return height * width // config.token_side**2 + (n if sizes.rows else 0)
 
 
 def layout_of(config: VisionConfig, sizes: ScaledSizes) -> Layout:
@@ -98,6 +109,10 @@ def layout_of(config: VisionConfig, sizes: ScaledSizes) -> Layout:
         case "gemma3":
             pieces = ["\n\n<start_of_image>", n, "<end_of_image>\n\n"]
             return Layout(tuple(pieces), n, n_positions=n)
+        case "mlp":
+            return Layout((n_all,), n_all, n_positions=n_all)
+        case "internvl":
+            return Layout(("<img>", n_all, "</img>"), n_all, n_positions=n_all)
         case "pixtral":
             rows, columns = (side // config.token_side for side in sizes.scalings[-1])
             pieces = [columns, "[IMG_BREAK]"] * rows
@@ -107,6 +122,84 @@ def layout_of(config: VisionConfig, sizes: ScaledSizes) -> Layout:
             rows, columns = (side // config.token_side for side in sizes.scalings[-1])
             at = np.indices((1, rows, columns), np.int32).reshape(3, -1).T
             return Layout((n_all,), n_all, np.ascontiguousarray(at), max(rows, columns))
+
+
+def in_rows(
+    config: VisionConfig, sizes: ScaledSizes, embeddings: np.ndarray, newline: np.ndarray
+) -> np.ndarray:
+    """Return the embeddings of the whole image, and of all tiles row by row, with `newline` after each row.
+
+    embeddings: float32 [n, n_embd], of the whole image and of each tile, of sizes with `kept`.
+    """
+    if not sizes.rows or sizes.kept is None:
+        return np.concatenate([embeddings, newline[None]])
+    side, (rows, columns) = config.side // config.token_side, sizes.kept
+    whole, tiles = embeddings[: side**2], embeddings[side**2 :]
+    grid = tiles.reshape(sizes.rows, sizes.columns, side, side, -1).swapaxes(1, 2)
+    grid = grid.reshape(sizes.rows * side, sizes.columns * side, embeddings.shape[1])
+    top, left = (sizes.rows * side - rows) // 2, (sizes.columns * side - columns) // 2
+    grid = grid[top : top + rows, left : left + columns]
+    lines = np.concatenate([grid, np.broadcast_to(newline, (rows, 1, len(newline)))], axis=1)
+    return np.concatenate([whole, lines.reshape(-1, len(newline))])
+
+
+def _in_points(
+    config: VisionConfig, height: int, width: int, detail: Detail, max_tokens: int | None
+) -> ScaledSizes:
+    """Return the sizes of LLaVA: the middle of the image, or tiles of the grid that wastes least."""
+    side = config.side
+    if not config.grids:
+        longer = int(side * max(height, width) / min(height, width))
+        scaled = (side, longer) if width >= height else (longer, side)
+        return ScaledSizes((scaled,), canvas=(side, side))
+    best, found = (0, 0), ScaledSizes(((side, side),), kept=(1, 0) if config.has_newline else None)
+    for grid in config.grids if detail != "low" else ():
+        sizes = _in_borders(config, height, width, *grid)
+        if max_tokens is not None and n_tokens_of(config, sizes) > max_tokens:
+            continue
+        area = side**2 * grid[0] * grid[1]
+        scale = min(side * grid[1] / width, side * grid[0] / height)
+        used = min(int(width * scale) * int(height * scale), height * width)
+        if (used, used - area) > best or not found.rows:
+            best, found = (used, used - area), sizes
+    return found
+
+
+def _in_borders(config: VisionConfig, height: int, width: int, rows: int, columns: int) -> ScaledSizes:
+    """Return the sizes of an image in the middle of a grid of tiles."""
+    side, canvas = config.side, (rows * config.side, columns * config.side)
+    by_height, by_width = canvas[0] / height, canvas[1] / width
+    if by_width < by_height:
+        scaled = min(math.ceil(height * by_width), canvas[0]), canvas[1]
+    else:
+        scaled = canvas[0], min(math.ceil(width * by_height), canvas[1])
+    if not config.has_newline:
+        return ScaledSizes((scaled,), rows, columns, canvas)
+    n = side // config.token_side
+    n_rows, n_columns = rows * n, columns * n
+    if width / height > n_columns / n_rows:
+        n_rows -= (n_rows - int(round(height * (n_columns / width), 7))) // 2 * 2
+    else:
+        n_columns -= (n_columns - int(round(width * (n_rows / height), 7))) // 2 * 2
+    return ScaledSizes((scaled,), rows, columns, canvas, (n_rows, n_columns))
+
+
+def _in_grid(
+    config: VisionConfig, height: int, width: int, detail: Detail, max_tokens: int | None
+) -> ScaledSizes:
+    """Return the sizes of InternVL: the grid whose sides differ most like the image's."""
+    side, best, found = config.side, math.inf, ScaledSizes(((config.side, config.side),))
+    for rows, columns in config.grids if detail != "low" else ():
+        sizes = ScaledSizes(((rows * side, columns * side),), rows, columns)
+        if rows * columns == 1:
+            sizes = replace(sizes, rows=0, columns=0)
+        if max_tokens is not None and n_tokens_of(config, sizes) > max_tokens:
+            continue
+        difference = abs(width / height - columns / rows)
+        larger = difference == best and width * height > 0.5 * side**2 * rows * columns
+        if difference < best or larger:
+            best, found = difference, sizes
+    return found
 
 
 def _in_tiles(

@@ -15,15 +15,16 @@ from hotset.model.vision.config import VisionConfig
 from hotset.vision.layouts import ScaledSizes
 
 RESCALE = 1 / 255
-_FILTERS = {"tiles": "LANCZOS", "square": "BILINEAR", "free": "BICUBIC", "edge": "BICUBIC"}
+_FILTERS = {"tiles": "LANCZOS", "square": "BILINEAR"}  # others: BICUBIC
 
 
 @dataclass(frozen=True)
 class Patches:
     """The input of one step of the encoder.
 
-    rows: float32 [n_patches, 3 * patch^2]. tokens, rotary, groups: as in Batch. order: for each image token
-    of the image, in the prompt's order, its row in the step's result; None: they are in order.
+    rows: float32 [n_patches, config.n_input]. tokens, rotary, groups: as in Batch. order: for each image
+    token of the image, in the prompt's order, its row in the step's result; None: they are in order.
+    n_class: rows of the class, after the patches.
     """
 
     rows: np.ndarray
@@ -31,6 +32,7 @@ class Patches:
     rotary: np.ndarray | None = None
     groups: np.ndarray | None = None
     order: np.ndarray | None = None
+    n_class: int = 0
 
 
 def steps_of(config: VisionConfig, pixels: np.ndarray, sizes: ScaledSizes) -> Iterator[Patches]:
@@ -43,8 +45,12 @@ def steps_of(config: VisionConfig, pixels: np.ndarray, sizes: ScaledSizes) -> It
         patches = patches_of(config, image)
         at = _in_tokens(np.indices((rows, columns), np.int32).reshape(2, rows, columns), config.merge)
         if config.family.rope is None:
-            yield Patches(patches, np.ascontiguousarray(at[:, 0] * columns + at[:, 1]))
+            places = np.ascontiguousarray(at[:, 0] * columns + at[:, 1])
+            yield _with_class(patches, places) if config.has_class else Patches(patches, places)
             continue
+        if config.family.resized:
+            side = config.side // config.patch
+            patches = np.concatenate([patches, _shares(at, rows, columns, side)], axis=1)
         tokens = np.zeros(len(patches), np.int32)
         if not config.window:
             yield Patches(patches, tokens, at)
@@ -55,14 +61,46 @@ def steps_of(config: VisionConfig, pixels: np.ndarray, sizes: ScaledSizes) -> It
 
 
 def images_of(config: VisionConfig, pixels: np.ndarray, sizes: ScaledSizes) -> Iterator[np.ndarray]:
-    """Yield the scaled image, or its tiles row by row and then the whole image, uint8 [height, width, 3]."""
+    """Yield the scaled image, or its tiles row by row and the whole image, uint8 [height, width, 3].
+
+    The whole image is the first one in a grid with borders, and the last one otherwise.
+    """
+    side, by = config.side, _FILTERS.get(config.family.sizes, "BICUBIC")
+    scaled = pixels
     for size in sizes.scalings:
-        pixels = resized(pixels, size, _FILTERS[config.family.sizes])
-    side = config.side
+        scaled = resized(scaled, size, by)
+    if sizes.canvas is not None:
+        scaled = _centred(scaled, sizes.canvas)
+    if not sizes.rows:
+        yield scaled
+        return
+    whole = resized(scaled if config.family.sizes == "tiles" else pixels, (side, side), by)
+    if config.family.sizes == "points":
+        yield whole
     for row in range(sizes.rows):
         for column in range(sizes.columns):
-            yield pixels[row * side : (row + 1) * side, column * side : (column + 1) * side]
-    yield resized(pixels, (side, side), _FILTERS["tiles"]) if sizes.rows else pixels
+            yield scaled[row * side : (row + 1) * side, column * side : (column + 1) * side]
+    if config.family.sizes != "points":
+        yield whole
+
+
+def _centred(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Return the middle of an image, or the image with black borders."""
+    height, width = size
+    for axis, most in enumerate(size):
+        if (rest := pixels.shape[axis] - most) > 0:
+            pixels = np.take(pixels, np.arange(most) + rest // 2, axis)
+    top, left = (height - pixels.shape[0]) // 2, (width - pixels.shape[1]) // 2
+    out = np.zeros((height, width, 3), np.uint8)
+    out[top : top + pixels.shape[0], left : left + pixels.shape[1]] = pixels
+    return out
+
+
+def _with_class(patches: np.ndarray, places: np.ndarray) -> Patches:
+    """Return the input of a step with the row of the class, which has the first learned position."""
+    rows = np.zeros((len(patches) + 1, patches.shape[1] + 2), np.float32)
+    rows[:-1, :-2], rows[:-1, -2], rows[-1, -1] = patches, 1, 1
+    return Patches(rows, np.append(places + 1, 0).astype(np.int32), n_class=1)
 
 
 def resized(pixels: np.ndarray, size: tuple[int, int], by: str) -> np.ndarray:
@@ -91,6 +129,23 @@ def patches_of(config: VisionConfig, image: np.ndarray) -> np.ndarray:
     channels = normalised.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3)
     grid = channels.reshape(rows, columns, -1).transpose(2, 0, 1)
     return np.ascontiguousarray(_in_tokens(grid, config.merge))
+
+
+def _shares(at: np.ndarray, rows: int, columns: int, side: int) -> np.ndarray:
+    """Return how much each learned position adds to the position of each patch, by bilinear interpolation.
+
+    at: int32 [n_patches, 2], the row and column of each patch. The corners of their grid are the corners of
+    the square of learned positions. The result is float32 [n_patches, side^2].
+    """
+    found = np.zeros((len(at), side, side), np.float32)
+    places = at * (side - 1) / np.maximum(np.array([rows, columns]) - 1, 1)
+    first = np.minimum(places.astype(np.int32), max(side - 2, 0))
+    rest, n = (places - first).astype(np.float32), np.arange(len(at))
+    for row in range(min(2, side)):
+        for column in range(min(2, side)):
+            of_row, of_column = (rest[:, i] if j else 1 - rest[:, i] for i, j in enumerate((row, column)))
+            found[n, first[:, 0] + row, first[:, 1] + column] = of_row * of_column
+    return found.reshape(len(at), -1)
 
 
 def _in_tokens(grid: np.ndarray, merge: int) -> np.ndarray:

@@ -192,6 +192,8 @@ class TorchGraph:
         match op:
             case ops.Embed():
                 return self._embedded(op, step)
+            case ops.AddImage():
+                return self._with_image(op, step)
             case ops.RMSNorm():
                 return rms_norm(step[op.x], self.weight(op.weight), op.eps, op.n_head)
             case ops.UnitNorm():
@@ -277,10 +279,20 @@ class TorchGraph:
             tokens = torch.zeros_like(tokens)
         table = self.weight(op.weight).reshape(-1, op.out.width)  # files have one row as a vector
         rows = F.embedding(tokens.to(self.device), table).flatten(0, 1)
-        if step.images is None or not op.replaceable:
+        if step.images is None or not op.image_parts:
             return rows
-        places = torch.from_numpy(step.images.places.astype(np.int64)).to(self.device)
-        return rows.index_copy(0, places, torch.from_numpy(step.images.rows).to(self.device))
+        return rows.index_copy(0, *self._of_images(step.images, 0, op.out.width))
+
+    def _with_image(self, op: ops.AddImage, step: Step) -> Tensor:
+        if step.images is None:
+            return step[op.x]
+        return step[op.x].index_add(0, *self._of_images(step.images, op.index, op.x.width))
+
+    def _of_images(self, images: ImageRows, part: int, width: int) -> tuple[Tensor, Tensor]:
+        """Return the places of the rows of images, and a part of the rows."""
+        places = torch.from_numpy(images.places.astype(np.int64)).to(self.device)
+        rows = images.rows[:, part * width : (part + 1) * width]
+        return places, torch.from_numpy(rows).to(self.device)
 
     def _recurrent(self, op: ops.Recurrent, step: Step) -> Tensor:
         match op:

@@ -18,6 +18,7 @@ from hotset.convert.checkpoints import (
     olmo,
     qwen,
     recurrent,
+    sees,
 )
 from hotset.convert.checkpoints.classes import HFClass
 
@@ -37,6 +38,7 @@ _FAMILIES = (
     olmo,
     qwen,
     recurrent,
+    sees,
 )
 
 CLASSES: dict[str, HFClass] = {name: row for family in _FAMILIES for name, row in family.CLASSES.items()}

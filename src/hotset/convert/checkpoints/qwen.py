@@ -38,6 +38,15 @@ class ExpertsByInput(FamilyPart):
         return np.split(values.swapaxes(1, 2), len(stems), axis=1)[i]
 
 
+class DeepStack(FamilyPart):
+    """Qwen3-VL: the text model's first layers read features of an image, as many as the encoder has."""
+
+    def keys(self) -> dict[str, Any]:
+        vision = self.facts.raw.get("vision_config")
+        indexes = vision.get("deepstack_visual_indexes") if isinstance(vision, dict) else None
+        return {"n_deepstack_layers": len(indexes) if isinstance(indexes, list) else 0}
+
+
 class HFNgrams:
     """Embeddings of n-grams.
 
@@ -265,6 +274,7 @@ CLASSES: dict[str, HFClass] = {
         | {"max_position_embeddings": 128000, "num_key_value_heads": 32, "head_dim": 128, "rope_theta": 5e5},
         sections=True,
         sees=True,
+        parts=(DeepStack,),
     ),
     "Qwen3VLMoeForConditionalGeneration": HFClass(
         "qwen3vlmoe",
@@ -281,7 +291,7 @@ CLASSES: dict[str, HFClass] = {
         sections=True,
         sees=True,
         experts=HFExperts(normalised=None),
-        parts=(ExpertsByInput,),
+        parts=(DeepStack, ExpertsByInput),
     ),
     "Qwen3NextForCausalLM": HFClass(
         "qwen3next",

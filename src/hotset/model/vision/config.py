@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from hotset.errors import UnsupportedModelError
-from hotset.model.activation import GELU_TANH, SILU, FFNActivation
+from hotset.model.activation import GELU, GELU_TANH, SILU, FFNActivation
 from hotset.model.config import LayerConfig, ModelConfig
 from hotset.model.keys import MAX_HEAD_DIM, Keys, NormKind, is_array
 from hotset.model.operations import Rope, RopeKind
 from hotset.model.rope import frequencies
+from hotset.model.vision.tensors import OF_CLASS
 from hotset.parameters import shown
 
 if TYPE_CHECKING:
@@ -27,24 +28,27 @@ if TYPE_CHECKING:
 
 ARCHITECTURE = "clip"
 QUICK_GELU = FFNActivation("clamped_silu", threshold=float(np.finfo(np.float32).max))  # x * sigmoid(1.702 x)
+NEWLINE = "model.image_newline"  # the tensor at the end of a row of image tokens
 ROPE_BASE = 10000.0  # of rows and columns, in every family
 _MOST_SIDE = 4096  # pixels of a side that a file may name
 _MOST_PIXELS, _MOST_TILES = 1 << 25, 1024  # of one image: larger ones would fill the memory
-Sizes = Literal["tiles", "square", "free", "edge"]
+Sizes = Literal["tiles", "square", "free", "edge", "points", "grid"]
 
 
 @dataclass(frozen=True)
 class Family:
     """Facts of a family of encoders that no key states.
 
-    norm: the kind of all norms. sizes: how an image becomes patches. "tiles": a grid of squares and the whole
-    image as one more; "square": one square; "free", "edge": a rectangle with about the image's aspect ratio,
-    with limits of its pixels, or of its longer side. merge: patches per side of an image token, if the file
-    has no such key. rope: patches have rotary positions by row and column, of these pairs of channels; None:
-    they have learned positions. twice: the patch embedding has two matrices, for two frames of a
-    video; an image is both. causal: whether the text model's tokens of an image see only those before them.
-    marker: the text of an image in published chat templates. plain_marker: its text where a template knows no
-    images.
+    norm: the kind of all norms. sizes: how an image becomes patches. "tiles": a grid of squares and the
+    whole image as one more; "square": one square; "free", "edge": a rectangle with about the image's aspect
+    ratio, with limits of its pixels, or of its longer side; "points", "grid": tiles again, in one of the
+    grids that the file allows, with black borders, or stretched. merge: patches per side of an image token,
+    if the file has no such key. rope: patches have rotary positions by row and column, of these pairs of
+    channels; None: they have learned positions. resized: they have learned positions too, a square that is
+    scaled to the image's rows and columns. gelu: the activation that the key use_gelu means. twice: the
+    patch embedding has two matrices, for two frames of a video; an image is both. causal: whether the text
+    model's tokens of an image see only those before them. marker: the text of an image in published chat
+    templates. plain_marker: its text where a template knows no images.
     """
 
     norm: NormKind
@@ -53,6 +57,8 @@ class Family:
     marker: str
     plain_marker: str
     rope: RopeKind | None = None
+    gelu: FFNActivation = GELU_TANH
+    resized: bool = False
     twice: bool = False
     causal: bool = True
 
@@ -62,8 +68,11 @@ FAMILIES = {  # by projector type
     "idefics3": Family("layer", "tiles", 2, "<image>", "<image>"),
     "gemma3": Family("layer", "square", 4, "<start_of_image>", "<start_of_image>", causal=False),
     "pixtral": Family("rms", "edge", 1, "[IMG]", "[IMG]", rope="norm"),
+    "mlp": Family("layer", "points", 1, "<image>", "<image>\n"),
+    "internvl": Family("layer", "grid", 2, "<IMG_CONTEXT>", "<IMG_CONTEXT>\n", gelu=GELU),
     "qwen2vl_merger": Family("layer", "free", 2, *_QWEN_MARKERS, rope="neox", twice=True),
     "qwen2.5vl_merger": Family("rms", "free", 2, *_QWEN_MARKERS, rope="neox", twice=True),
+    "qwen3vl_merger": Family("layer", "free", 2, *_QWEN_MARKERS, rope="neox", resized=True, twice=True),
 }
 
 
@@ -76,6 +85,9 @@ class VisionConfig:
     image or tile, or of the longer side of another. longest: pixels of the longer side of an image in tiles.
     least, most: pixels of an image of a free size. window: patches per side of a window of attention; 0:
     none. mean, std: of the channels of a pixel between 0 and 1. n_out: width of the text model's embedding.
+    deep: layers whose results are added to the results of the text model's first layers (DeepStack). grids:
+    rows and columns of the tiles that an image may have; empty: no tiles, or any. has_class: one more row,
+    the class, follows the patches. has_newline: each row of image tokens in a grid ends with a tensor.
     """
 
     projector: str
@@ -90,6 +102,10 @@ class VisionConfig:
     least: int = 0
     most: int = 0
     window: int = 0
+    deep: tuple[int, ...] = ()
+    grids: tuple[tuple[int, int], ...] = ()
+    has_class: bool = False
+    has_newline: bool = False
 
     @property
     def family(self) -> Family:
@@ -102,9 +118,23 @@ class VisionConfig:
         return 3 * self.patch**2
 
     @property
+    def n_input(self) -> int:
+        """Return the numbers of a patch in the step's input.
+
+        They are its pixels, its shares of positions, and whether it is a patch, or a row of the class.
+        """
+        n_shares = self.tower.n_vocab if self.family.resized else 0
+        return self.n_pixels + n_shares + (2 if self.has_class else 0)
+
+    @property
     def token_side(self) -> int:
         """Return the pixels per side of an image token."""
         return self.patch * self.merge
+
+
+def deep_layer(i: int) -> str:
+    """Return the names of the tensors that project the result of layer i, without their ends."""
+    return f"v.deepstack.{i}"
 
 
 def is_encoder_file(gguf: GGUFFile) -> bool:
@@ -131,16 +161,19 @@ def config_of_encoder(gguf: GGUFFile, tensors: Mapping[str, TensorInfo]) -> Visi
     family = FAMILIES[projector]
     patch = keys.integer("vision.patch_size", 1, 256)
     scale_key = "vision.projector.scale_factor"
-    merge_key = scale_key if family.sizes in ("tiles", "square") else "vision.spatial_merge_size"
+    merge_key = scale_key if family.sizes in ("tiles", "square", "grid") else "vision.spatial_merge_size"
     merge = keys.integer(merge_key, 1, 16, family.merge)
     side = keys.integer("vision.image_size", patch * merge, _MOST_SIDE)
     if family.sizes != "free" and side % (patch * merge):
         raise keys.error("vision.image_size", f"is {side}, no multiple of {patch * merge} pixels of a token")
     longest = least = most = window = 0
+    grids: tuple[tuple[int, int], ...] = ()
     if family.sizes == "tiles":
         longest = keys.integer("vision.preproc_image_size", side, _MOST_SIDE, side)
         if (n := math.ceil(longest / side) ** 2) > _MOST_TILES:
             raise keys.error("vision.image_size", f"divides an image into {n} tiles, more than {_MOST_TILES}")
+    elif family.sizes in ("points", "grid"):
+        grids = _points(keys, side) if family.sizes == "points" else _grids(keys)
     elif family.sizes == "edge":
         most = side**2
     elif family.sizes == "free":
@@ -151,10 +184,48 @@ def config_of_encoder(gguf: GGUFFile, tensors: Mapping[str, TensorInfo]) -> Visi
         window = keys.integer("vision.window_size", patch * merge, 1 << 14, 112) // (patch * merge) * merge
     return VisionConfig(
         projector, _tower(keys, family, tensors, side // patch, window), patch, merge, side,
-        keys.integer("vision.projection_dim", 1, 1 << 20),
+        _n_out(keys, family, tensors),
         _channels(keys, "vision.image_mean", -10.0), _channels(keys, "vision.image_std", 1e-3),
         longest, least, most, window,
+        tuple(i for i in range(1 << 10) if f"{deep_layer(i)}.fc1.weight" in tensors),
+        grids, OF_CLASS in tensors, NEWLINE in tensors,
     )  # fmt: skip
+
+
+def _n_out(keys: Keys, family: Family, tensors: Mapping[str, TensorInfo]) -> int:
+    """Return the width of the text model's embedding. Files of LLaVA have another number in its key."""
+    last = tensors.get("mm.2.weight")
+    if family.sizes == "points" and last is not None and len(last.shape) == 2:
+        return int(last.shape[1])
+    return keys.integer("vision.projection_dim", 1, 1 << 20)
+
+
+def _points(keys: Keys, side: int) -> tuple[tuple[int, int], ...]:
+    """Return the grids of LLaVA 1.6, in the file's order; empty: LLaVA 1.5."""
+    key = "vision.image_grid_pinpoints"
+    if (given := keys.get(key)) is None:
+        return ()
+    points = np.asarray(given)
+    whole = points.dtype.kind in "iu" and points.ndim == 1 and 0 < len(points) <= 2 * _MOST_TILES
+    fits = (
+        whole
+        and len(points) % 2 == 0
+        and ((points > 0) & (points <= _MOST_SIDE) & (points % side == 0)).all()
+    )
+    if not fits:
+        raise keys.error(key, f"must hold heights and widths, multiples of {side} up to {_MOST_SIDE} pixels")
+    grids = tuple((h // side, w // side) for h, w in points.reshape(-1, 2).tolist())
+    if max(rows * columns for rows, columns in grids) > _MOST_TILES:
+        raise keys.error(key, f"divides an image into more than {_MOST_TILES} tiles")
+    return grids
+
+
+def _grids(keys: Keys) -> tuple[tuple[int, int], ...]:
+    """Return the grids of InternVL, the smaller ones first and among equals the higher ones."""
+    least = keys.integer("vision.preproc_min_tiles", 1, _MOST_TILES, 1)
+    most = keys.integer("vision.preproc_max_tiles", least, _MOST_TILES, 12)
+    found = [(rows, columns) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
+    return tuple(sorted((grid for grid in found if math.prod(grid) >= least), key=math.prod))
 
 
 def _tower(
@@ -162,6 +233,11 @@ def _tower(
 ) -> ModelConfig:
     """Return the transformer. per_side: patches of a square image; window: as in VisionConfig."""
     n_layer = keys.integer("vision.block_count", 1, 1 << 10)
+    features = keys.get("vision.feature_layer")
+    if features is not None and not (is_array(features) and list(features) == [n_layer]):
+        raise keys.error(
+            "vision.feature_layer", f"must hold the last layer, {n_layer}; others are not supported"
+        )
     n_embd = keys.integer("vision.embedding_length", 1, 1 << 16)
     n_head = keys.integer("vision.attention.head_count", 1, 1 << 12)
     dim = n_embd // n_head
@@ -177,7 +253,7 @@ def _tower(
         raise UnsupportedModelError("the file lacks the matrix v.blk.0.ffn_up.weight of an image encoder")
     # Not the key of its width, which is wrong in files of Qwen2-VL.
     layer = LayerConfig(
-        up.shape[1], _activation(keys), rope, dim**-0.5, gated="blk.0.ffn_gate.weight" in tensors
+        up.shape[1], _activation(keys, family.gelu), rope, dim**-0.5, gated="blk.0.ffn_gate.weight" in tensors
     )
     windowed = LayerConfig(
         layer.n_ff, layer.activation, rope, layer.attention_scale, gated=layer.gated, groups="only"
@@ -191,7 +267,7 @@ def _tower(
         n_head_kv=n_head,
         head_dim=dim,
         head_dim_v=dim,
-        n_vocab=1 if family.rope else per_side**2,
+        n_vocab=1 if family.rope and not family.resized else per_side**2 + (OF_CLASS in tensors),
         n_ctx_train=1 << 20,
         norm_eps=keys.real("vision.attention.layer_norm_epsilon", 0.0, 1.0),
         norm=family.norm,
@@ -211,9 +287,9 @@ def _axial(kind: RopeKind, dim: int) -> Rope:
     return Rope(kind, dim, freq, axes=(0,) * (dim // 4) + (1,) * (dim // 4))
 
 
-def _activation(keys: Keys) -> FFNActivation:
+def _activation(keys: Keys, gelu: FFNActivation) -> FFNActivation:
     if keys.flag("use_gelu", False):
-        return GELU_TANH
+        return gelu
     return SILU if keys.flag("use_silu", False) else QUICK_GELU
 
 

@@ -5,9 +5,13 @@ normalised. The patches of an image token are adjacent, row by row. `Batch.token
 of the patches, `Batch.rotary` their rows and columns, `Batch.groups` their windows, and `Batch.outputs` the
 last patch of each image token. Names of values, in addition to the decoder's:
 
-    pixels  patches  [patches_1  patches_both: of two frames]  [position_embd  inp]  [token_embd_norm]
+    [input: is split into pixels  position_shares  is_patch  is_class]  pixels  patches  [patches_1
+    patches_both: of two frames]  [patches_alone  class_embd  patches_and_class]  [position_embd  inp]
+    [token_embd_norm]
     [mm_input_norm]  merged: the patches of a token side by side  [pooled: their mean  pooled_norm]
-    [mm_patch_merger]  [mm_0  mm_0_act]  embeddings
+    [mm_patch_merger]  [mm.0  mm.0_act  mm.2: of other names in some families]  [embeddings]
+    [v.deepstack.N.merged  v.deepstack.N.norm  v.deepstack.N.fc1  v.deepstack.N.fc1_act  v.deepstack.N.fc2
+    v.deepstack.N.fc2_joined: the embeddings, and the features of layers side by side]
 """
 
 from __future__ import annotations
@@ -20,8 +24,8 @@ from hotset.model.decoder import Decoder
 from hotset.model.graph import Graph
 from hotset.model.operations import Value
 from hotset.model.thresholds import LayerThresholds
-from hotset.model.vision.config import VisionConfig
-from hotset.model.vision.tensors import SECOND_PATCHES
+from hotset.model.vision.config import NEWLINE, VisionConfig, deep_layer
+from hotset.model.vision.tensors import OF_CLASS, SECOND_PATCHES
 from hotset.model.weights import Weights
 
 if TYPE_CHECKING:
@@ -38,45 +42,74 @@ def describe_encoder(config: VisionConfig, tensors: Mapping[str, TensorInfo]) ->
     weights = Weights(tower, tensors)
     model = Decoder(tower, weights, [LayerThresholds()] * tower.n_layer)
     x = _embedded(model, config)
+    deep = []
     for i, layer in enumerate(tower.layers):
         x = model.ffn(i, layer, x, model.attention(i, layer, x), None)
+        if i in config.deep:
+            name = deep_layer(i)
+            merged = model.value(f"{name}.merged", config.merge**2 * tower.n_embd)
+            merged = model.add(ops.SelectOutputs(merged, x, config.merge**2, **model.where))
+            merged = model.norm(merged, f"{name}.norm")
+            deep.append(_mlp(model, merged, f"{name}.fc1", f"{name}.fc2", merged.width, config.n_out))
     model.where = {}
-    if config.projector != "pixtral":
-        x = model.norm(x, "output_norm")
-    elif "mm.input_norm.weight" in tensors:
+    if "mm.input_norm.weight" in tensors:
         x = model.norm(x, "mm.input_norm", "mm_input_norm")
+    elif config.projector not in ("pixtral", "mlp", "internvl"):
+        x = model.norm(x, "output_norm")
     merges = "mm.patch_merger.weight" in tensors
     merged = model.value("merged", config.merge**2 * tower.n_embd)
     x = model.add(ops.SelectOutputs(merged, x, config.merge**2, by_channel=merges))
     if merges:
         x = model.linear(x, "mm.patch_merger", tower.n_embd, "mm_patch_merger")
-    _project(model, config, x)
+    x = _project(model, config, x)
+    for more in deep:
+        joined = model.value(f"{more.name}_joined", x.width + more.width)
+        x = model.add(ops.Heads(joined, x, 1, 0, more))
     if "token_embd.img_break" in tensors:  # the prompt has this token, with the text model's embedding
         weights.bare("token_embd.img_break", config.n_out)
+    if config.has_newline:  # the encoder adds its rows
+        weights.bare(NEWLINE, config.n_out)
     weights.refuse_unused()
     return model.graph
 
 
 def _embedded(model: Decoder, config: VisionConfig) -> Value:
     """Add the patch embeddings, and the learned positions."""
-    d, pixels = config.tower.n_embd, model.value("pixels", config.n_pixels)
+    d, n = config.tower.n_embd, config.n_pixels
+    given = model.value("pixels" if config.n_input == n else "input", config.n_input)
+    pixels = given if config.n_input == n else model.channels(given, 0, n, "pixels")
     x = model.linear(pixels, "patch_embd", d, "patches")
     if config.family.twice:
         second = model.linear(pixels, SECOND_PATCHES, d, "patches_1")
         x = model.add(ops.Add(model.value("patches_both", d), x, second))
-    if config.family.rope is None:
-        table = model.weights.matrix("position_embd", d, config.tower.n_vocab)
-        positions = model.add(ops.Embed(model.value("position_embd", d), table))
+    if config.has_class:
+        is_patch, is_class = (
+            model.channels(given, config.n_input - i, 1, name)
+            for i, name in ((2, "is_patch"), (1, "is_class"))
+        )
+        x = model.add(ops.Multiply(model.value("patches_alone", d), x, is_patch))
+        row = ops.TransposedLinear(model.value(OF_CLASS, d), is_class, model.weights.plain(OF_CLASS, d, 1))
+        x = model.add(ops.Add(model.value("patches_and_class", d), x, model.add(row)))
+    if config.tower.n_vocab > 1:
+        table, positions = (
+            model.weights.matrix("position_embd", d, config.tower.n_vocab),
+            model.value("position_embd", d),
+        )
+        if config.family.resized:
+            shares = model.channels(given, n, config.tower.n_vocab, "position_shares")
+            model.add(ops.TransposedLinear(positions, shares, table))
+        else:
+            model.add(ops.Embed(positions, table))
         x = model.add(ops.Add(model.value("inp", d), x, positions))
     return model.norm(x, "token_embd_norm") if config.tower.embedding_norm else x
 
 
-def _project(model: Decoder, config: VisionConfig, x: Value) -> None:
+def _project(model: Decoder, config: VisionConfig, x: Value) -> Value:
     """Add the projector: from the patches of each image token to its embedding."""
     d, n_out = config.tower.n_embd, config.n_out
     match config.projector:
         case "idefics3":
-            model.linear(x, "mm.model.fc", n_out, "embeddings")
+            return model.linear(x, "mm.model.fc", n_out, "embeddings")
         case "gemma3":
             mean = ops.AddStreams(model.value("pooled", d), None, x, None, 1, 1 / config.merge**2)
             weight = model.weights.vector("mm.soft_emb_norm", d)
@@ -84,10 +117,17 @@ def _project(model: Decoder, config: VisionConfig, x: Value) -> None:
                 model.value("pooled_norm", d), model.add(mean), weight, config.tower.norm_eps
             )
             x, matrix = model.add(normed), model.weights.matrix("mm.input_projection", n_out, d)
-            model.add(ops.TransposedLinear(model.value("embeddings", n_out), x, matrix))
+            return model.add(ops.TransposedLinear(model.value("embeddings", n_out), x, matrix))
         case "pixtral":
-            x = model.activated(model.linear(x, "mm.1", n_out, "mm_1"), "gelu")
-            model.linear(x, "mm.2", n_out, "embeddings")
+            return _mlp(model, x, "mm.1", "mm.2", n_out, n_out)
+        case "internvl":
+            x = model.norm(x, "mm.model.mlp.0", eps=1e-5)
+            return _mlp(model, x, "mm.model.mlp.1", "mm.model.mlp.3", n_out, n_out)
         case _:
-            x = model.activated(model.linear(x, "mm.0", x.width, "mm_0"), "gelu")
-            model.linear(x, "mm.2", n_out, "embeddings")
+            width = n_out if config.projector == "mlp" else x.width
+            return _mlp(model, x, "mm.0", "mm.2", width, n_out)
+
+
+def _mlp(model: Decoder, x: Value, first: str, second: str, width: int, n_out: int) -> Value:
+    """Add two products with an activation between them. width: of the result of the first one."""
+    return model.linear(model.activated(model.linear(x, first, width), "gelu"), second, n_out)

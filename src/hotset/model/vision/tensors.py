@@ -20,6 +20,7 @@ _NAMES = {
     "pre_ln": "token_embd_norm",
 }  # fmt: skip
 _SWAPPED = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
+OF_CLASS = "class_embd"  # the row in place of a patch embedding, of one more row
 SECOND_PATCHES = "patch_embd_1"  # the second matrix of a patch embedding, v.patch_embd.weight.1
 
 
@@ -27,7 +28,7 @@ class EncoderTensors:
     """A WeightSource over an image encoder's file, which remains the caller's.
 
     The patch embedding, a convolution, is a matrix with a row per channel. Old converters swapped the names
-    of ffn_up and ffn_down; their shapes show it.
+    of ffn_up and ffn_down; their shapes show it. Tables of positions may have dimensions of one row.
     """
 
     def __init__(self, gguf: GGUFFile) -> None:
@@ -43,6 +44,10 @@ class EncoderTensors:
             if name.startswith("patch_embd") and len(info.shape) == 4:
                 width, height, n_channels, n = info.shape
                 info = replace(info, shape=(width * height * n_channels, n))
+            elif name == OF_CLASS:
+                info = replace(info, shape=(info.shape[0], 1))
+            elif name.startswith("position_embd"):
+                info = replace(info, shape=info.shape[:2] + tuple(n for n in info.shape[2:] if n != 1))
             self._names[name], self._tensors[name] = old, replace(info, name=name)
 
     @property

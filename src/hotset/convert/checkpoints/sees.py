@@ -1,0 +1,46 @@
+"""Vision models around a text model of a class of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hotset.convert.checkpoints import llama, mistral, qwen
+from hotset.convert.checkpoints.classes import HFClass
+from hotset.errors import UnsupportedModelError
+from hotset.parameters import shown
+
+# model_type of text_config → the class of the text model, and the sizes that config.json may omit:
+# the checkpoints of LLaVA and Pixtral omit sizes that equal the defaults of transformers.
+_TEXT_MODELS: dict[str, tuple[HFClass, dict[str, int]]] = {
+    "llama": (llama.CLASSES["LlamaForCausalLM"], {"intermediate_size": 11008}),
+    "mistral": (mistral.CLASSES["MistralForCausalLM"], {"intermediate_size": 14336}),
+    "qwen2": (qwen.CLASSES["Qwen2ForCausalLM"], {"intermediate_size": 22016}),
+    "qwen3": (qwen.CLASSES["Qwen3ForCausalLM"], {"intermediate_size": 22016}),
+}
+_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+
+
+def _of_text_model(_: HFClass, config: dict[str, Any]) -> HFClass:
+    """Return the class of the text model, whose entries are on the top level of config.json."""
+    text = config.get("text_config")
+    kind = text.get("model_type") if isinstance(text, dict) else None
+    if not isinstance(kind, str) or kind not in _TEXT_MODELS:
+        raise UnsupportedModelError(
+            f"a text model of the type {shown(kind)} in config.json is not supported in a vision model; "
+            f"hotset converts {', '.join(_TEXT_MODELS)}"
+        )
+    found, sizes = _TEXT_MODELS[kind]
+    return replace(found, sees=True, defaults=_SIZES | sizes | found.defaults)
+
+
+_SEES = HFClass("llama", sees=True, variant=_of_text_model)
+
+CLASSES: dict[str, HFClass] = dict.fromkeys(
+    (
+        "InternVLForConditionalGeneration",
+        "LlavaForConditionalGeneration",
+        "LlavaNextForConditionalGeneration",
+    ),
+    _SEES,
+)
