@@ -16,7 +16,7 @@ static const Registered kEmbed("embed", [](Facts& facts) -> std::unique_ptr<Op> 
     const int first_row = facts.integer("first_row", 0, weight.rows - 1);
     require(!positions || !weight.places, "position embeddings must be in memory");
     require(positions || first_row == 0, "first_row applies only to position embeddings");
-    const int image_parts = facts.integer("image_parts", 0, INT32_MAX);
+    const int image_parts = facts.has("image_parts") ? facts.integer("image_parts", 0, INT32_MAX) : 0;
     require(!image_parts || of == "token", "rows of images replace only embeddings of tokens");
     if (of == "type") {
         require(!weight.places, "token type embeddings must be in memory");
