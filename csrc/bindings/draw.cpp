@@ -73,11 +73,13 @@ std::vector<std::pair<int64_t, std::optional<PythonLogprobs>>> draw(const std::v
     const Kernels& kernels = chosen_kernels(std::nullopt);
     std::vector<DrawnToken> drawn;
     {
-        // Candidates are drawn in microseconds. Another thread could keep a released GIL for much longer.
+        // Candidates are drawn in microseconds on this thread. Another one could keep a released GIL for
+        // longer.
+        const bool is_long =
+            std::ranges::any_of(checked, [](const DrawJob& job) { return !job.row.candidates; });
         std::optional<nb::gil_scoped_release> release;
-        if (std::ranges::any_of(checked, [](const DrawJob& job) { return !job.row.candidates; }))
-            release.emplace();
-        drawn = draw_tokens(checked, kernels, runtime.get());
+        if (is_long) release.emplace();
+        drawn = draw_tokens(checked, kernels, is_long ? runtime.get() : nullptr);
     }
     std::vector<std::pair<int64_t, std::optional<PythonLogprobs>>> result;
     for (size_t i = 0; i < drawn.size(); i++) {

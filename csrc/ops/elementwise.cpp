@@ -28,7 +28,11 @@ static const Registered kEmbed("embed", [](Facts& facts) -> std::unique_ptr<Op> 
     int64_t& limit = positions ? limits.n_positions : limits.n_vocab;
     limit = limit ? std::min(limit, weight.rows - first_row) : weight.rows - first_row;
     const int64_t image_width = weight.cols * image_parts;
-    if (image_parts) limits.image_width = image_width;
+    if (image_parts) {
+        require(limits.image_width == 0 || limits.image_width == image_width,
+                "the rows of images have one width");
+        limits.image_width = image_width;
+    }
     return make_row_op(facts.plan(), out, [=](const StepTokens& step, int r, float* result) {
         if (image_parts && !step.image_row_of.empty() && step.image_row_of[r] >= 0) {
             std::copy_n(&step.image_rows[step.image_row_of[r] * image_width], weight.cols, result);

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset.engine.images import ImagePrompt, ImageTokens
-from hotset.errors import InvalidRequestError
+from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.text.image_text import GivenImage, PromptTokens
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class ImageReader:
         self._counts, self._closed = ImageCounts(), False
         self._guard = threading.Lock()  # of the attributes below and the counts
         self._encoding = threading.Lock()  # held while the encoder computes
-        self._stop: threading.Event | None = None  # of the last image to be encoded
+        self._stop: threading.Event | None = None  # of the image that is being encoded
         self._layouts: OrderedDict[bytes, tuple[bytes, Layout]] = OrderedDict()  # and the picture's digest
         self._pictures: OrderedDict[bytes, Picture] = OrderedDict()
         self._encoded: OrderedDict[tuple[bytes, str], list[ImageTokens]] = OrderedDict()
@@ -118,6 +118,8 @@ class ImageReader:
         """Return the rows of all images of a prompt at their places."""
         found = []
         for one in tokens.images:
+            if stop.is_set():
+                raise StepCancelledError
             runs = self._runs(one.image, stop)
             found += [run.at(first) for run, first in zip(runs, one.firsts, strict=True)]
         with self._guard:
@@ -189,8 +191,14 @@ class ImageReader:
             if self._closed:
                 raise InvalidRequestError("the model has been closed; load it again")
             began = time.perf_counter()
-            self._stop = stop
-            rows = self._encoder.encode(self._picture(image), image.detail, self._max_tokens, stop.is_set)
+            picture = self._picture(image)
+            with self._guard:
+                self._stop = stop
+            try:
+                rows = self._encoder.encode(picture, image.detail, self._max_tokens, stop.is_set)
+            finally:
+                with self._guard:
+                    self._stop = None
             runs = _divided(np.asarray(rows, np.float32) / np.float32(self._scale), layout, self._encoder)
             seconds = time.perf_counter() - began
         with self._guard:

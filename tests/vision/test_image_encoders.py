@@ -7,6 +7,7 @@ each family.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -233,7 +234,8 @@ def test_missing_and_unknown_tensors_are_named(run_folder: Path, tmp_path: Path)
         ("vision.image_size", 8192, "outside 16 to 4096"),
         ("vision.image_grid_pinpoints", [32, 33], "must hold heights and widths, multiples of 32"),
         ("vision.image_grid_pinpoints", [32, 64, 32], "must hold heights and widths"),
-        ("vision.image_grid_pinpoints", ["32", "64"], "must hold heights and widths"),
+        ("vision.image_grid_pinpoints", ["32", "64"], "must be an integer"),
+        ("vision.image_grid_pinpoints", [32, 8192], "outside 1 to 4096"),
         ("vision.image_grid_pinpoints", 32, "must hold heights and widths"),
         ("vision.feature_layer", [1], "must hold the last layer, 2"),
         ("vision.feature_layer", 2, "must hold the last layer, 2"),
@@ -242,15 +244,35 @@ def test_missing_and_unknown_tensors_are_named(run_folder: Path, tmp_path: Path)
 )
 def test_odd_keys_are_named(key: str, value: object, error: str, run_folder: Path, tmp_path: Path) -> None:
     name = "llava-next" if key in ("vision.image_grid_pinpoints", "vision.feature_layer") else "idefics3"
-    with open_gguf(shared_encoder(name, run_folder)) as gguf:
-        writer = GGUFWriter(tmp_path / "odd.gguf", None)
+    with pytest.raises((UnsupportedModelError, FormatError), match=error):
+        opened(with_keys(shared_encoder(name, run_folder), tmp_path / "odd.gguf", {key: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("internvl", "gives an image more than 33554432 pixels"),
+        ("qwen3vl", "gives an image more than 268435456 shares of positions"),
+    ],
+)
+def test_images_that_would_fill_the_memory_are_refused(
+    name: str, error: str, run_folder: Path, tmp_path: Path
+) -> None:
+    keys = {"vision.image_size": 4096, "vision.image_max_pixels": 1 << 25}
+    with pytest.raises(FormatError, match=error):
+        opened(with_keys(shared_encoder(name, run_folder), tmp_path / "large.gguf", keys))
+
+
+def with_keys(path: Path, out: Path, keys: Mapping[str, object]) -> Path:
+    """Copy the file of an encoder with other values of keys, without `clip.`."""
+    with open_gguf(path) as gguf:
+        writer = GGUFWriter(out, None)
         for name, old in gguf.metadata.items():
-            writer.add(name, value if name == f"clip.{key}" else old)
+            writer.add(name, keys.get(name.removeprefix("clip."), old))
         for name, info in gguf.tensors.items():
             writer.add_tensor(name, gguf.data(name).copy(), info.type, info.shape)
         writer.write()
-    with pytest.raises((UnsupportedModelError, FormatError), match=error):
-        opened(tmp_path / "odd.gguf")
+    return out
 
 
 # ---- sizes and places
@@ -332,9 +354,10 @@ def test_positions_equal_transformers(name: str, run_folder: Path) -> None:
 
 
 def test_narrow_images_are_refused(run_folder: Path) -> None:
-    with opened(shared_encoder("qwen2vl", run_folder)) as encoder:
-        narrow = Picture.of(np.zeros((1, 201, 3), np.uint8))
-        with pytest.raises(InvalidRequestError, match="201 x 1 pixels is too narrow"):
+    narrow = Picture.of(np.zeros((1, 201, 3), np.uint8))
+    for name in ("qwen2vl", "llava"):
+        too_narrow = pytest.raises(InvalidRequestError, match="201 x 1 pixels is too narrow")
+        with opened(shared_encoder(name, run_folder)) as encoder, too_narrow:
             encoder.layout(narrow)
     with opened(shared_encoder("idefics3", run_folder)) as encoder:
         assert encoder.encode(narrow).shape == (encoder.layout(narrow).n_tokens, N_EMBD)

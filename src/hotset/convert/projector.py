@@ -172,13 +172,18 @@ def _llava_keys(
         _check_entries(images, {"do_center_crop": True, "do_pad": False}, "the image processor's")
     _checked_side(vision, images, "size", "shortest_edge", "images")
     side = _checked_side(vision, images, "crop_size", "height", "images")
-    layer, n_layer = config.get("vision_feature_layer", -2), integer(vision, "num_hidden_layers")
+    layer, n_layer = (
+        config.get("vision_feature_layer", -2),
+        integer(vision, "num_hidden_layers", high=1 << 10),
+    )
     if type(layer) is not int or not -n_layer <= layer < 0:
         raise UnsupportedModelError(
             f"the vision_feature_layer {shown(layer)} in config.json is not supported"
         )
     keys = {"vision.block_count": n_layer + 1 + layer, "vision.feature_layer": [n_layer + 1 + layer]}
     if config.get("architectures") == ["LlavaNextForConditionalGeneration"]:
+        if points is not None and not _are_points(points):
+            raise UnsupportedModelError("image_grid_pinpoints in config.json must be heights and widths")
         if points is None:
             points = [[1, 2], [2, 1], [2, 2], [3, 1], [1, 3]]
             points = [[n * side for n in point] for point in points]
@@ -187,6 +192,12 @@ def _llava_keys(
             "vision.image_grid_pinpoints": [n for point in points for n in point],
         }
     return keys
+
+
+def _are_points(given: Any) -> bool:
+    return isinstance(given, list) and all(
+        isinstance(point, list) and [type(n) for n in point] == [int, int] for point in given
+    )
 
 
 def _internvl_keys(
@@ -243,7 +254,10 @@ def _qwen_keys(
 def _qwen3_keys(
     vision: Mapping[str, Any], config: Mapping[str, Any], images: Mapping[str, Any]
 ) -> dict[str, Any]:
-    n_layer, indexes = integer(vision, "num_hidden_layers"), vision.get("deepstack_visual_indexes")
+    n_layer, indexes = (
+        integer(vision, "num_hidden_layers", high=1 << 10),
+        vision.get("deepstack_visual_indexes"),
+    )
     if not isinstance(indexes, list) or sorted({i for i in indexes if i in range(n_layer)}) != indexes:
         raise UnsupportedModelError("deepstack_visual_indexes in config.json must be layers in rising order")
     deep = [i in indexes for i in range(n_layer)]
@@ -448,8 +462,9 @@ def _keys(family: EncoderClass, config: Mapping[str, Any], images: Mapping[str, 
         if images.get(entry, True) is not True:
             raise UnsupportedModelError(f"an image processor with {entry} off is not supported")
     if (resample := images.get("resample", family.resample)) != family.resample:
+        given = _FILTERS.get(resample) if type(resample) is int else None
         raise UnsupportedModelError(
-            f"the image processor's filter is {_FILTERS.get(resample, shown(resample))}, and only "
+            f"the image processor's filter is {given or shown(resample)}, and only "
             f"{_FILTERS[family.resample]} is supported"
         )
     text = config.get("text_config")
@@ -524,6 +539,12 @@ def _sources(
 
     deep: the layers with features for the text model.
     """
+
+    def in_layer(merger: re.Match[str]) -> str:
+        if int(merger[1]) >= len(deep):
+            raise FormatError(f"the checkpoint has {merger[0]}, but config.json names {len(deep)} layers")
+        return f"deepstack.{deep[int(merger[1])]}."
+
     names = [name for name in (*checkpoint.tensors, *checkpoint.unread) if re.match(family.prefix, name)]
     checkpoint.check_readable(names)
     found: set[str] = set()
@@ -532,10 +553,7 @@ def _sources(
         if rest.startswith("head.") or rest.endswith("position_ids"):  # of the encoder alone
             continue
         targets, values = _targets(rest, family), checkpoint.tensors[name]
-        targets = [
-            re.sub(r"deepstack\.(\d+)\.(?:linear_)?", lambda m: f"deepstack.{deep[int(m[1])]}.", t)
-            for t in targets
-        ]
+        targets = [re.sub(r"deepstack\.(\d+)\.(?:linear_)?", in_layer, target) for target in targets]
         if twice := found & set(targets):
             raise FormatError(f"the checkpoint has two tensors for {min(twice)}, one of them {name}")
         found |= set(targets)

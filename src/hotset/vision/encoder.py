@@ -85,7 +85,8 @@ class ImageEncoder:
             return weights
         n_patches = max(self.config.most // self.config.patch**2, backend.max_batch)
         cache = 2 * 4 * self.config.tower.n_embd * backend.n_blocks * BLOCK_SIZE
-        return weights + (backend.workspace_bytes + cache) * n_patches // backend.max_batch
+        rows = 4 * self.config.n_input * n_patches
+        return weights + rows + (backend.workspace_bytes + cache) * n_patches // backend.max_batch
 
     def layout(self, picture: Picture, detail: Detail = "auto", max_tokens: int | None = None) -> Layout:
         """Return the picture's place in the prompt. max_tokens: most image tokens; None: no limit.
@@ -110,9 +111,7 @@ class ImageEncoder:
         parts = []
         with self._lock:
             for step in steps_of(self.config, picture.pixels, sizes):
-                if stops():
-                    raise StepCancelledError
-                found = self._run(step)
+                found = self._run(step, stops)
                 parts.append(found.copy() if step.order is None else found[step.order])
         rows = np.concatenate(parts)
         if sizes.kept is None:
@@ -156,11 +155,13 @@ class ImageEncoder:
             self._backend = CpuBackend(self.weights, self.graph, options, runtime=self._runtime)
         return self._backend
 
-    def _run(self, step: Patches) -> np.ndarray:
-        """Return the embeddings of a step's image tokens. They are valid until the next step."""
+    def _run(self, step: Patches, stops: Callable[[], bool]) -> np.ndarray:
+        """Return the embeddings of a step's image tokens, valid until the next step. Raises as `encode`."""
         if self._backend is None:
             raise InvalidRequestError("the image encoder has been closed; load the model again")
         backend = self._reserve(len(step.rows))
+        if stops():  # after the reservation: `cancel` reaches only the backend that is there
+            raise StepCancelledError
         return backend.run(batch_of(step, self.config.merge**2), step.rows)
 
 

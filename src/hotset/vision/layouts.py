@@ -15,7 +15,7 @@ Detail = Literal["auto", "low", "high"]
 DETAILS: tuple[Detail, ...] = get_args(Detail)
 LOW_TOKENS = 256  # of an image of a free size with detail "low"
 _MOST_SIDE = 4096  # pixels of a side of an image in tiles, before it is cut
-_MOST_RATIO = 200  # of the sides of an image of a free size
+_MOST_RATIO = 200  # of the sides of an image of a free size, or of which only the middle is used
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,7 @@ def _in_points(
     """Return the sizes of LLaVA: the middle of the image, or tiles of the grid that wastes least."""
     side = config.side
     if not config.grids:
+        _check_ratio(height, width)
         longer = int(side * max(height, width) / min(height, width))
         scaled = (side, longer) if width >= height else (longer, side)
         return ScaledSizes((scaled,), canvas=(side, side))
@@ -163,6 +164,14 @@ def _in_points(
         if (used, used - area) > best or not found.rows:
             best, found = (used, used - area), sizes
     return found
+
+
+def _check_ratio(height: int, width: int) -> None:
+    if max(height, width) > _MOST_RATIO * min(height, width):
+        raise InvalidRequestError(
+            f"an image of {width} x {height} pixels is too narrow: one side may be at most {_MOST_RATIO} "
+            "times the other"
+        )
 
 
 def _in_borders(config: VisionConfig, height: int, width: int, rows: int, columns: int) -> ScaledSizes:
@@ -255,11 +264,7 @@ def _free(
 ) -> ScaledSizes:
     """Return the sizes of Qwen-VL: whole tokens, of `least` to `most` pixels."""
     side = config.token_side
-    if max(height, width) > _MOST_RATIO * min(height, width):
-        raise InvalidRequestError(
-            f"an image of {width} x {height} pixels is too narrow: one side may be at most {_MOST_RATIO} "
-            "times the other"
-        )
+    _check_ratio(height, width)
     most = min(config.most, LOW_TOKENS * side**2) if detail == "low" else config.most
     rows, columns = round(height / side), round(width / side)
     if rows * columns * side**2 > most:

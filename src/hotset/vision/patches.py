@@ -49,8 +49,7 @@ def steps_of(config: VisionConfig, pixels: np.ndarray, sizes: ScaledSizes) -> It
             yield _with_class(patches, places) if config.has_class else Patches(patches, places)
             continue
         if config.family.resized:
-            side = config.side // config.patch
-            patches = np.concatenate([patches, _shares(at, rows, columns, side)], axis=1)
+            patches = _with_shares(patches, at, (rows, columns), config.side // config.patch)
         tokens = np.zeros(len(patches), np.int32)
         if not config.window:
             yield Patches(patches, tokens, at)
@@ -131,21 +130,24 @@ def patches_of(config: VisionConfig, image: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(_in_tokens(grid, config.merge))
 
 
-def _shares(at: np.ndarray, rows: int, columns: int, side: int) -> np.ndarray:
-    """Return how much each learned position adds to the position of each patch, by bilinear interpolation.
+def _with_shares(patches: np.ndarray, at: np.ndarray, grid: tuple[int, int], side: int) -> np.ndarray:
+    """Return patches, each with the shares of the learned positions in its own, by bilinear interpolation.
 
-    at: int32 [n_patches, 2], the row and column of each patch. The corners of their grid are the corners of
-    the square of learned positions. The result is float32 [n_patches, side^2].
+    at: int32 [n_patches, 2], the row and column of each patch in the grid. The corners of the grid are the
+    corners of the square of learned positions. The result is float32 [n_patches, width + side^2].
     """
-    found = np.zeros((len(at), side, side), np.float32)
-    places = at * (side - 1) / np.maximum(np.array([rows, columns]) - 1, 1)
+    n, width = patches.shape
+    out = np.zeros((n, width + side**2), np.float32)
+    out[:, :width] = patches
+    places = at * (side - 1) / np.maximum(np.array(grid) - 1, 1)
     first = np.minimum(places.astype(np.int32), max(side - 2, 0))
-    rest, n = (places - first).astype(np.float32), np.arange(len(at))
+    rest = (places - first).astype(np.float32)
     for row in range(min(2, side)):
         for column in range(min(2, side)):
             of_row, of_column = (rest[:, i] if j else 1 - rest[:, i] for i, j in enumerate((row, column)))
-            found[n, first[:, 0] + row, first[:, 1] + column] = of_row * of_column
-    return found.reshape(len(at), -1)
+            learned = (first[:, 0] + row) * side + first[:, 1] + column
+            out[np.arange(n), width + learned] = of_row * of_column
+    return out
 
 
 def _in_tokens(grid: np.ndarray, merge: int) -> np.ndarray:

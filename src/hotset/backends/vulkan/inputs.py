@@ -77,16 +77,20 @@ class _Rotation:
     """The angles of a rotation by position, computed once for each block of positions."""
 
     def __init__(self, rope: ops.Rope) -> None:
-        self._rope = rope
-        self._angles = np.empty((0, rope.n_rot), np.float32)
+        self._rope, self._n = rope, 0
+        self._angles = np.empty((0, rope.n_rot), np.float32)  # the first _n rows are computed
 
     def write(self, positions: np.ndarray, last: int, out: np.ndarray) -> None:
         """Write the angles of `positions` [n] to out, float32 [n, n_rot]. last: the largest position."""
-        known = len(self._angles)
-        if last >= known:
-            new = np.arange(known, max(last // BLOCK_SIZE + 1, 2 * known // BLOCK_SIZE) * BLOCK_SIZE)
-            both = np.stack(cos_sin(self._rope, new), axis=2).reshape(len(new), -1)
-            self._angles = np.concatenate([self._angles, both])
+        first = self._n
+        if last >= first:
+            self._n = (last // BLOCK_SIZE + 1) * BLOCK_SIZE
+            if self._n > len(self._angles):
+                grown = np.empty((max(self._n, 2 * first), self._rope.n_rot), np.float32)
+                grown[:first] = self._angles[:first]
+                self._angles = grown
+            both = np.stack(cos_sin(self._rope, np.arange(first, self._n)), axis=2)
+            self._angles[first : self._n] = both.reshape(len(both), -1)
         np.take(self._angles, positions, axis=0, out=out, mode="clip")
 
 

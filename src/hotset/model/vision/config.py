@@ -31,7 +31,8 @@ QUICK_GELU = FFNActivation("clamped_silu", threshold=float(np.finfo(np.float32).
 NEWLINE = "model.image_newline"  # the tensor at the end of a row of image tokens
 ROPE_BASE = 10000.0  # of rows and columns, in every family
 _MOST_SIDE = 4096  # pixels of a side that a file may name
-_MOST_PIXELS, _MOST_TILES = 1 << 25, 1024  # of one image: larger ones would fill the memory
+# Limits of one image: a larger one would fill the memory.
+_MOST_PIXELS, _MOST_TILES, _MOST_SHARES = 1 << 25, 1024, 1 << 28
 Sizes = Literal["tiles", "square", "free", "edge", "points", "grid"]
 
 
@@ -173,13 +174,17 @@ def config_of_encoder(gguf: GGUFFile, tensors: Mapping[str, TensorInfo]) -> Visi
         if (n := math.ceil(longest / side) ** 2) > _MOST_TILES:
             raise keys.error("vision.image_size", f"divides an image into {n} tiles, more than {_MOST_TILES}")
     elif family.sizes in ("points", "grid"):
-        grids = _points(keys, side) if family.sizes == "points" else _grids(keys)
+        grids = _points(keys, side) if family.sizes == "points" else _grids(keys, side)
     elif family.sizes == "edge":
         most = side**2
     elif family.sizes == "free":
         area = (patch * merge) ** 2
         most = keys.integer("vision.image_max_pixels", area, _MOST_PIXELS, min(4096 * area, _MOST_PIXELS))
         least = keys.integer("vision.image_min_pixels", 1, most, min(8 * area, most))
+        if family.resized and (side // patch) ** 2 * (most // patch**2) > _MOST_SHARES:
+            raise keys.error(
+                "vision.image_size", f"gives an image more than {_MOST_SHARES} shares of positions"
+            )
     if projector == "qwen2.5vl_merger":
         window = keys.integer("vision.window_size", patch * merge, 1 << 14, 112) // (patch * merge) * merge
     return VisionConfig(
@@ -188,8 +193,13 @@ def config_of_encoder(gguf: GGUFFile, tensors: Mapping[str, TensorInfo]) -> Visi
         _channels(keys, "vision.image_mean", -10.0), _channels(keys, "vision.image_std", 1e-3),
         longest, least, most, window,
         tuple(i for i in range(1 << 10) if f"{deep_layer(i)}.fc1.weight" in tensors),
-        grids, OF_CLASS in tensors, NEWLINE in tensors,
+        grids, _has_class(family, tensors), NEWLINE in tensors,
     )  # fmt: skip
+
+
+def _has_class(family: Family, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Return whether a row of the class follows the patches; only learned positions have a place for it."""
+    return OF_CLASS in tensors and family.rope is None
 
 
 def _n_out(keys: Keys, family: Family, tensors: Mapping[str, TensorInfo]) -> int:
@@ -205,25 +215,22 @@ def _points(keys: Keys, side: int) -> tuple[tuple[int, int], ...]:
     key = "vision.image_grid_pinpoints"
     if (given := keys.get(key)) is None:
         return ()
-    points = np.asarray(given)
-    whole = points.dtype.kind in "iu" and points.ndim == 1 and 0 < len(points) <= 2 * _MOST_TILES
-    fits = (
-        whole
-        and len(points) % 2 == 0
-        and ((points > 0) & (points <= _MOST_SIDE) & (points % side == 0)).all()
-    )
-    if not fits:
+    is_even = is_array(given) and 0 < len(given) <= 2 * _MOST_TILES and len(given) % 2 == 0
+    points = keys.integers(key, len(given), 1, _MOST_SIDE) if is_even else (1,)
+    if any(point % side for point in points):
         raise keys.error(key, f"must hold heights and widths, multiples of {side} up to {_MOST_SIDE} pixels")
-    grids = tuple((h // side, w // side) for h, w in points.reshape(-1, 2).tolist())
+    grids = tuple((h // side, w // side) for h, w in zip(points[::2], points[1::2], strict=True))
     if max(rows * columns for rows, columns in grids) > _MOST_TILES:
         raise keys.error(key, f"divides an image into more than {_MOST_TILES} tiles")
     return grids
 
 
-def _grids(keys: Keys) -> tuple[tuple[int, int], ...]:
+def _grids(keys: Keys, side: int) -> tuple[tuple[int, int], ...]:
     """Return the grids of InternVL, the smaller ones first and among equals the higher ones."""
     least = keys.integer("vision.preproc_min_tiles", 1, _MOST_TILES, 1)
     most = keys.integer("vision.preproc_max_tiles", least, _MOST_TILES, 12)
+    if most * side**2 > _MOST_PIXELS:
+        raise keys.error("vision.preproc_max_tiles", f"gives an image more than {_MOST_PIXELS} pixels")
     found = [(rows, columns) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
     return tuple(sorted((grid for grid in found if math.prod(grid) >= least), key=math.prod))
 
@@ -267,7 +274,7 @@ def _tower(
         n_head_kv=n_head,
         head_dim=dim,
         head_dim_v=dim,
-        n_vocab=1 if family.rope and not family.resized else per_side**2 + (OF_CLASS in tensors),
+        n_vocab=1 if family.rope and not family.resized else per_side**2 + _has_class(family, tensors),
         n_ctx_train=1 << 20,
         norm_eps=keys.real("vision.attention.layer_norm_epsilon", 0.0, 1.0),
         norm=family.norm,

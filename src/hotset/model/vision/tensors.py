@@ -44,7 +44,7 @@ class EncoderTensors:
             if name.startswith("patch_embd") and len(info.shape) == 4:
                 width, height, n_channels, n = info.shape
                 info = replace(info, shape=(width * height * n_channels, n))
-            elif name == OF_CLASS:
+            elif name == OF_CLASS and info.n_elements == info.shape[0]:
                 info = replace(info, shape=(info.shape[0], 1))
             elif name.startswith("position_embd"):
                 info = replace(info, shape=info.shape[:2] + tuple(n for n in info.shape[2:] if n != 1))
