@@ -337,7 +337,7 @@ def test_undrawable_data_gives_one_message(plain: Path, text: Path, tmp_path: Pa
         (("report", dense, "-f", text), 2, "no zeros: every neuron fires for every token"),
         (("report", plain, "--profile", tmp_path / "other.profile.hotset.gguf"), 2,
          "profile belongs to another"),
-        (("report", plain, "--profile", tmp_path / "none.gguf", "-f", text), 1, "there is no profile"),
+        (("report", plain, "--profile", tmp_path / "none.gguf", "-f", text), 2, "there is no profile"),
         (("report", plain, "--profile", plain), 1, "is not an activation profile"),
         (("report", plain, "-f", tmp_path / "empty.txt"), 2, "is empty"),
         (("report", plain, "-f", text, "-o", "model.gguf"), 2, "must end with .html"),

@@ -55,13 +55,14 @@ def environment(folder: Path) -> Path:
     Its path file names the packages of this environment, whose own path files then have no effect. So an
     editable installation is not found, also by processes that tests start.
     """
-    venv.create(folder / "environment", symlinks=True)
-    python = next((folder / "environment").glob("*/python*"))
-    packages = next(
-        (folder / "environment").glob("lib/*/site-packages"), folder / "environment/Lib/site-packages"
+    made = folder / "environment"
+    venv.create(made, symlinks=True)
+    scripts, packages = (
+        Path(sysconfig.get_path(name, "venv", {"base": str(made), "platbase": str(made)}))
+        for name in ("scripts", "purelib")
     )
     (packages / "copy.pth").write_text(f"{folder / 'src'}\n{sysconfig.get_path('purelib')}\n")
-    return python
+    return scripts / "python"
 
 
 @pytest.mark.parametrize("backend", DEVICE_BACKENDS)

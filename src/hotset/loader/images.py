@@ -30,7 +30,7 @@ def with_images(opened: Opened) -> Opened:
         return opened.with_images(
             None,
             f"there is no projector next to {path.name}; put its mmproj file into the same folder, or name "
-            "it with `mmproj`",
+            "it with mmproj",
         )
     try:
         encoder = open_encoder(found, opened)
