@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # peers.py and synthetic.py 
 
 from ledger import LIMIT, Ledger, run_within
 
-from hotset.backends.registry import SIMULATED
+from hotset.backends.triton.devices import SIMULATED
 from hotset.cores import usable_cores
 
 PROCESSES = 12  # each with a context on the device

@@ -379,7 +379,7 @@ def subcommand(*arguments: object) -> Outcome:
         problem = repr(done.exception)
     elif any(sign in text for sign in ("itself failed", "Exception in thread", "Exception ignored")):
         problem = text[-3000:]
-    elif done.exit_code not in (0, 1):
+    elif done.exit_code not in (0, 1, 2):
         problem = f"exit status {done.exit_code}: {text[-300:]}"
     elif time.monotonic() - started > SLOW_S:
         problem = "slow"

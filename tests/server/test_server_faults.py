@@ -303,6 +303,6 @@ def test_a_port_that_is_taken(path: Path):
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "hotset.cli.main", "serve", str(path), "--port", str(port)]
         done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert f"port {port}" in done.stderr
     assert "Traceback" not in done.stderr

@@ -635,7 +635,7 @@ def test_hostile_files_are_bounded_in_time_and_stack(name: str, monkeypatch: pyt
 
 
 def test_schema_excludes_a_grammar():
-    with pytest.raises(InvalidRequestError, match="json_object and regex cannot be combined"):
+    with pytest.raises(InvalidRequestError, match="`json_object` and `regex` cannot be combined"):
         SamplingParams(json_object=True, regex="a")
     with pytest.raises(InvalidRequestError, match="json_schema must be a JSON schema"):
         SamplingParams(json_schema=3)
