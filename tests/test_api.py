@@ -524,7 +524,7 @@ def test_the_context_chooses_the_rotation(tmp_path: Path, device: str) -> None:
         ({"n_seqs": 0}, "n_seqs must be at least 1, not 0"),
         ({"max_sequences": "4"}, "max_sequences must be a whole number"),
         ({"kv_type": "q4_1"}, "kv_type must be one of f16, q8_0, q4_0, f16/q8_0, .*, not 'q4_1'"),
-        ({"device": "gpu"}, "the device 'gpu' is not known; it is one of auto, cpu, "),
+        ({"device": "gpu"}, "device must be one of auto, cpu, "),
         ({"activation": "tanh"}, "activation 'tanh' is unknown"),
     ],
     ids=str,

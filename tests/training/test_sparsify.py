@@ -898,7 +898,7 @@ class TestCommand:
         words = [str(text) if option == "TEXT" else str(option) for option in options]
         result = CliRunner().invoke(app, ["sparsify", str(converted), str(tmp_path / "o.gguf"), *words])
         assert isinstance(result.exception, SystemExit)
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         told = " ".join(result.output.split())
         assert told.startswith("error: ")
         assert re.search(message, told, re.IGNORECASE)
