@@ -10,7 +10,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from paths import ROOT, TESTS
+from paths import BENCH, ROOT, TESTS
 
 import hotset
 from hotset import _core
@@ -26,10 +26,13 @@ TESTED = (
 
 
 def copy_without(backend: str, folder: Path) -> Path:
-    """Copy the repository without a device backend and its tests; return the Python that runs the copy."""
+    """Copy the repository without a device backend; return the Python that runs the copy.
+
+    The tests of the backend, and the benchmarks of device backends with their tests, are not copied either.
+    """
     package, copy = Path(hotset.__file__).parent, folder / "src" / "hotset"
-    dropped = {package / "backends" / backend, TESTS / "backends" / backend, TESTS / "bench"}
-    for source, target in ((package, copy), (TESTS, folder / "tests")):
+    dropped = {package / "backends" / backend, TESTS / "backends" / backend, TESTS / "bench", BENCH / "gpu"}
+    for source, target in ((package, copy), (TESTS, folder / "tests"), (BENCH, folder / "bench")):
         shutil.copytree(
             source, target,
             ignore=lambda path, names: [
@@ -40,7 +43,7 @@ def copy_without(backend: str, folder: Path) -> Path:
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, folder)
-        elif path.name not in ("src", "tests", ".venv", ".git"):
+        elif path.name not in ("src", "tests", "bench", ".venv", ".git"):
             (folder / path.name).symlink_to(path)
     registry = copy / "backends" / "registry.py"
     text, n = re.subn(rf'^    "{backend}": .*\n', "", registry.read_text("utf-8"), flags=re.MULTILINE)
