@@ -121,3 +121,9 @@ def test_the_models_file_takes_sizes_and_durations(tmp_path: Path) -> None:
     path.write_text("max_memory = '12X'\n")
     with pytest.raises(InvalidRequestError, match="max_memory must be a number of GiB"):
         ModelsFile.read(path)
+
+
+def test_a_missing_file_of_an_argument_is_named(tmp_path: Path) -> None:
+    done = inside("eval", "model", tmp_path / "none", returns=2)
+    assert done.stderr.startswith("error: FILE: file ")
+    assert "does not exist" in done.stderr

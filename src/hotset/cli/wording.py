@@ -46,7 +46,8 @@ def usage_message(error: Any) -> str:
     """
     hint, text = getattr(error, "param_hint", None), str(error.message).removesuffix(".")
     if hint is None and (option := getattr(error, "param", None)) is not None and text:
-        hint = option.opts[0] if option.param_type_name == "option" else option.human_readable_name
+        is_option = option.param_type_name == "option"
+        hint = option.opts[0] if is_option else option.metavar or option.name.upper()
     if hint is None:
         command = error.ctx.command_path if error.ctx is not None else "hotset"
         said = error.format_message()
