@@ -73,8 +73,8 @@ std::vector<std::pair<int64_t, std::optional<PythonLogprobs>>> draw(const std::v
     const Kernels& kernels = chosen_kernels(std::nullopt);
     std::vector<DrawnToken> drawn;
     {
-        // Candidates are drawn in microseconds on this thread. Another one could keep a released GIL for
-        // longer.
+        // This thread draws candidates in microseconds. If it released the GIL, another thread could keep it
+        // for longer.
         const bool is_long =
             std::ranges::any_of(checked, [](const DrawJob& job) { return !job.row.candidates; });
         std::optional<nb::gil_scoped_release> release;

@@ -245,22 +245,15 @@ int place_tokens(const Words& places, const Words& tables, const Ints& positions
     const int largest = *std::max_element(positions.data(), positions.data() + n);
     require(largest >= 0, "a position is negative");
     const size_t used = std::min({size_t(largest / kKvBlockSize + 1), width, size_t(kv_blocks.shape(1))});
-    size_t end = n, row = 0;
-    for (size_t t = 0; t < n; t++) {
-        const int sequence = sequences.data()[t];
+    for (size_t first = 0, row = 0, end; first < n; first = end, row++) {
+        const int sequence = sequences.data()[first];
         require(sequence >= 0 && size_t(sequence) < kv_blocks.shape(0), "a sequence has no block table");
-        const bool begins = t == 0 || sequence != sequences.data()[t - 1];
-        if (begins) {
-            const int32_t* const blocks = kv_blocks.data() + size_t(sequence) * kv_blocks.shape(1);
-            if (t) row++;
-            std::copy_n(blocks, used, tables.data() + row * width);
-        }
-        position[t] = uint32_t(positions.data()[t]);
-        own[t] = uint32_t(row);
-    }
-    for (size_t t = n; t-- > 0;) {
-        if (t + 1 == n || own[t] != own[t + 1]) end = t;
-        last[t] = position[end];
+        for (end = first + 1; end < n && sequences.data()[end] == sequence;) end++;
+        const int32_t* const blocks = kv_blocks.data() + size_t(sequence) * kv_blocks.shape(1);
+        std::copy_n(blocks, used, tables.data() + row * width);
+        std::copy(positions.data() + first, positions.data() + end, position + first);
+        std::fill(own + first, own + end, uint32_t(row));
+        std::fill(last + first, last + end, uint32_t(positions.data()[end - 1]));
     }
     return largest;
 }

@@ -8,6 +8,13 @@
 
 namespace hotset {
 
+// Every operation that reads rows of images reads rows of one width.
+static void read_image_rows(Plan& plan, int64_t width) {
+    int64_t& known = plan.limits().image_width;
+    require(known == 0 || known == width, "the rows of images have one width");
+    known = width;
+}
+
 static const Registered kEmbed("embed", [](Facts& facts) -> std::unique_ptr<Op> {
     const int out = facts.buffer("out");
     const Matrix weight = facts.matrix("weight", -1, facts.width(out));
@@ -28,11 +35,7 @@ static const Registered kEmbed("embed", [](Facts& facts) -> std::unique_ptr<Op> 
     int64_t& limit = positions ? limits.n_positions : limits.n_vocab;
     limit = limit ? std::min(limit, weight.rows - first_row) : weight.rows - first_row;
     const int64_t image_width = weight.cols * image_parts;
-    if (image_parts) {
-        require(limits.image_width == 0 || limits.image_width == image_width,
-                "the rows of images have one width");
-        limits.image_width = image_width;
-    }
+    if (image_parts) read_image_rows(facts.plan(), image_width);
     return make_row_op(facts.plan(), out, [=](const StepTokens& step, int r, float* result) {
         if (image_parts && !step.image_row_of.empty() && step.image_row_of[r] >= 0) {
             std::copy_n(&step.image_rows[step.image_row_of[r] * image_width], weight.cols, result);
@@ -50,9 +53,7 @@ static const Registered kAddImage("add_image", [](Facts& facts) -> std::unique_p
     const int n_parts = facts.integer("n_parts", 1, INT32_MAX);
     const int index = facts.integer("index", 0, n_parts - 1);
     const int64_t width = facts.width(x), row = width * n_parts;
-    int64_t& limit = facts.plan().limits().image_width;
-    require(limit == 0 || limit == row, "the rows of images have one width");
-    limit = row;
+    read_image_rows(facts.plan(), row);
     const Buffer& in = facts.plan().buffer(x);
     return make_row_op(facts.plan(), out, [=, &in](const StepTokens& step, int r, float* result) {
         std::copy_n(in.row(r), width, result);

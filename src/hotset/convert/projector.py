@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from hotset.convert.checkpoints.sees import SIZES
 from hotset.convert.hf_checkpoint import Checkpoint
 from hotset.convert.hf_config import read_json
 from hotset.convert.hf_rope import neighbours
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 _T = GGMLType
 _HALF, _CLIP_MEAN = (0.5, 0.5, 0.5), (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-_OF_LLAMA = 4096  # the width of a text model whose config.json does not say it, as of LLaVA 1.5
 _FILTERS = {1: "LANCZOS", 2: "BILINEAR", 3: "BICUBIC"}  # Pillow's numbers
 
 # Names in checkpoints, without the text before the vision part → names in the file. A name that does not end
@@ -172,10 +172,8 @@ def _llava_keys(
         _check_entries(images, {"do_center_crop": True, "do_pad": False}, "the image processor's")
     _checked_side(vision, images, "size", "shortest_edge", "images")
     side = _checked_side(vision, images, "crop_size", "height", "images")
-    layer, n_layer = (
-        config.get("vision_feature_layer", -2),
-        integer(vision, "num_hidden_layers", high=1 << 10),
-    )
+    layer = config.get("vision_feature_layer", -2)
+    n_layer = integer(vision, "num_hidden_layers", high=1 << 10)
     if type(layer) is not int or not -n_layer <= layer < 0:
         raise UnsupportedModelError(
             f"the vision_feature_layer {shown(layer)} in config.json is not supported"
@@ -472,7 +470,7 @@ def _keys(family: EncoderClass, config: Mapping[str, Any], images: Mapping[str, 
     return {
         "has_vision_encoder": True,
         "projector_type": family.projector,
-        "vision.projection_dim": integer({"hidden_size": _OF_LLAMA, **config, **text}, "hidden_size"),
+        "vision.projection_dim": integer({**SIZES, **config, **text}, "hidden_size"),
         "vision.image_size": integer(vision, "image_size"),
         "vision.patch_size": integer(vision, "patch_size"),
         "vision.embedding_length": integer(vision, "hidden_size"),

@@ -41,7 +41,7 @@ class ScaledSizes:
     scalings: heights and widths to which it is scaled, one after the other. canvas: the size to which its
     borders are cut, or to which it gets black ones; None: the last one. rows, columns: tiles of that size;
     the whole image is one more; 0: no tiles. kept: rows and columns of the image tokens of all tiles, without
-    borders, if each row ends with a token of its own.
+    borders, if each row ends with a token of its own; (1, 0) without tiles: only that token is added.
     """
 
     scalings: tuple[tuple[int, int], ...]

@@ -37,9 +37,7 @@ if TYPE_CHECKING:
     from hotset.backends.triton.cpu_offload import CpuOffload, Kind
     from hotset.placement.channels import ChannelPlan
 
-_SOFTWARE = (
-    384 << 20
-)  # bytes of a GPU's software: compiled and loaded kernels, and memory that the driver pins
+_SOFTWARE = 384 << 20  # bytes of compiled and loaded kernels, and of memory that a GPU's driver pins
 
 
 def open_placed(

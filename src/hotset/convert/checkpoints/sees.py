@@ -18,7 +18,8 @@ _TEXT_MODELS: dict[str, tuple[HFClass, dict[str, int]]] = {
     "qwen2": (qwen.CLASSES["Qwen2ForCausalLM"], {"intermediate_size": 22016}),
     "qwen3": (qwen.CLASSES["Qwen3ForCausalLM"], {"intermediate_size": 22016}),
 }
-_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+# Sizes that config.json may omit whatever the text model: those of a LLaMA 7B.
+SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 
 
 def _of_text_model(_: HFClass, config: dict[str, Any]) -> HFClass:
@@ -31,7 +32,7 @@ def _of_text_model(_: HFClass, config: dict[str, Any]) -> HFClass:
             f"hotset converts {', '.join(_TEXT_MODELS)}"
         )
     found, sizes = _TEXT_MODELS[kind]
-    return replace(found, sees=True, defaults=_SIZES | sizes | found.defaults)
+    return replace(found, sees=True, defaults=SIZES | sizes | found.defaults)
 
 
 _SEES = HFClass("llama", sees=True, variant=_of_text_model)

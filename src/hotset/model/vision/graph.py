@@ -83,18 +83,14 @@ def _embedded(model: Decoder, config: VisionConfig) -> Value:
         second = model.linear(pixels, SECOND_PATCHES, d, "patches_1")
         x = model.add(ops.Add(model.value("patches_both", d), x, second))
     if config.has_class:
-        is_patch, is_class = (
-            model.channels(given, config.n_input - i, 1, name)
-            for i, name in ((2, "is_patch"), (1, "is_class"))
-        )
+        is_patch = model.channels(given, config.n_input - 2, 1, "is_patch")
+        is_class = model.channels(given, config.n_input - 1, 1, "is_class")
         x = model.add(ops.Multiply(model.value("patches_alone", d), x, is_patch))
         row = ops.TransposedLinear(model.value(OF_CLASS, d), is_class, model.weights.plain(OF_CLASS, d, 1))
         x = model.add(ops.Add(model.value("patches_and_class", d), x, model.add(row)))
     if config.tower.n_vocab > 1:
-        table, positions = (
-            model.weights.matrix("position_embd", d, config.tower.n_vocab),
-            model.value("position_embd", d),
-        )
+        table = model.weights.matrix("position_embd", d, config.tower.n_vocab)
+        positions = model.value("position_embd", d)
         if config.family.resized:
             shares = model.channels(given, n, config.tower.n_vocab, "position_shares")
             model.add(ops.TransposedLinear(positions, shares, table))
