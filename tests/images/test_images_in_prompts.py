@@ -13,6 +13,8 @@ from stand_in_encoder import StandInEncoder, asks, file_of, give_images
 
 import hotset
 from hotset.backends.base import BLOCK_SIZE
+from hotset.engine import sequence as sequences
+from hotset.engine.engine import Engine
 from hotset.errors import ContextLengthError, InvalidRequestError
 from hotset.generation import Completion
 
@@ -82,18 +84,27 @@ def test_batches_do_not_change_an_answer(path: Path, expected: list[Any]):
         assert [bits(each.finish()) for each in running] == expected
 
 
-def test_preemption_does_not_change_an_answer(path: Path, expected: list[Any]):
+def test_preemption_does_not_change_an_answer(
+    path: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    preempted: list[sequences.Sequence] = []
+    real = Engine.step
+
+    def step(engine: Engine) -> list[sequences.Sequence]:
+        changed = real(engine)
+        if not preempted and any(sequence.generated for sequence in engine.scheduler.running):
+            preempted.extend(engine.scheduler.running)
+            for sequence in preempted:
+                engine.scheduler.preempt(sequence)
+        return changed
+
+    monkeypatch.setattr(Engine, "step", step)
     with load(path, n_ctx=256, n_seqs=1) as model:  # four blocks, and each answer needs two or more
         give_images(model)
         how = hotset.SamplingParams(temperature=0, max_tokens=12, logprobs=2, logit_bias=PRINTABLE)
         running = [model.prepare(model.encode_chat(messages), how, False) for messages in QUESTIONS]
         for each in running:
             model.thread.submit(each.sequence)
-        while not any(each.sequence.generated for each in running):
-            pass
-        with model.thread.exclusive() as engine:
-            for sequence in [*engine.scheduler.running]:
-                engine.scheduler.preempt(sequence)
         assert [bits(each.finish()) for each in running] == expected
         assert model.engine.counters().preemptions > 0
 

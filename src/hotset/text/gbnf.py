@@ -504,7 +504,7 @@ class _Lexer:
         self._after: list[int] = []  # of each position: the positions that may come next
         self._holds = [0] * len(self._classes)  # of each class of characters: the positions that match it
         self._long: set[str | int] = set()  # terminals with too many positions
-        # Of each terminal, with all its positions.
+        # The parts of each terminal, and all its positions.
         self._parts: dict[str | int, tuple[_TerminalPart, int]] = {}
         for key, node in terminals.keys.items():
             begin = len(self._after)

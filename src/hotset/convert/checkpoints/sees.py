@@ -18,7 +18,7 @@ _TEXT_MODELS: dict[str, tuple[HFClass, dict[str, int]]] = {
     "qwen2": (qwen.CLASSES["Qwen2ForCausalLM"], {"intermediate_size": 22016}),
     "qwen3": (qwen.CLASSES["Qwen3ForCausalLM"], {"intermediate_size": 22016}),
 }
-# Sizes that config.json may omit whatever the text model: those of a LLaMA 7B.
+# The sizes of a LLaMA 7B, which config.json may omit for every text model.
 SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 
 
