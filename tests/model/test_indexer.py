@@ -523,20 +523,54 @@ def test_entries_of_config_json_say_which_layers_have_an_indexer() -> None:
             types(indexer_types=wrong)
 
 
-@pytest.mark.backend("triton")
-def test_a_torch_device_refuses_an_indexer_by_name(run_folder: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"computed (only )?on the CPU"):
-        hotset.load(file_of("deepseek32", run_folder), device="simulated", n_ctx=128)
+REFUSALS = [
+    *(
+        pytest.param(name, "simulated", what, marks=pytest.mark.backend("triton"))
+        for name, what in (
+            ("deepseek32", "latent attention is computed only on the CPU"),
+            ("deepseek4", "models with recurrent layers are computed only on the CPU"),
+            ("qwen4exp", "models with recurrent layers are computed only on the CPU"),
+        )
+    ),
+    *(
+        pytest.param(name, "vulkan", f"no Vulkan kernel computes {what}", marks=pytest.mark.backend("vulkan"))
+        for name, what in (
+            ("deepseek32", "Indexer"),
+            ("deepseek4", "HyperConnection"),
+            ("qwen4exp", "PoolBlocks"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("of", "device", "message"), REFUSALS)
+def test_devices_refuse_by_name(of: str, device: Any, message: str, run_folder: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        hotset.load(file_of(of, run_folder), device=device, n_ctx=128)
 
 
 @pytest.mark.backend("vulkan")
-def test_a_vulkan_device_refuses_an_indexer_by_name(run_folder: Path) -> None:
+def test_a_vulkan_device_names_every_missing_kernel(run_folder: Path) -> None:
     from hotset.backends.vulkan.program import missing_kernel
 
     with open_gguf(file_of("deepseek32", run_folder)) as gguf:
         graph = describe(config_from_gguf(gguf), gguf.tensors)
         missing = {missing_kernel(op) for op in graph.primitives} - {None}
     assert missing == {"Indexer", "attention to the keys that an indexer chose"}
+
+
+@pytest.mark.backend("vulkan")
+@pytest.mark.parametrize("of", ["deepseek32", "qwen4exp"])
+def test_a_vulkan_device_runs_contexts_without_a_choice(of: str, run_folder: Path) -> None:
+    """Compare with the CPU: at 16 tokens an indexer leaves out nothing, so no kernel is missing."""
+    found = []
+    for device in ("cpu", "vulkan"):
+        with hotset.load(file_of(of, run_folder), device=device, n_ctx=16) as model:
+            answer = model.generate(long_text(8), max_tokens=6, temperature=0, logprobs=0)
+            found.append((answer.tokens, [each.logprob for each in answer.logprobs]))
+    (tokens_of_cpu, cpu), (tokens_of_vulkan, vulkan) = found
+    assert tokens_of_vulkan == tokens_of_cpu
+    assert vulkan == pytest.approx(cpu, abs=0.01)
 
 
 def test_longer_contexts_than_a_stripped_file_allows_are_refused(run_folder: Path, tmp_path: Path) -> None:
