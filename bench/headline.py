@@ -164,18 +164,19 @@ class Plan:
         names = ["hotset", *(name for name, folder in self.folders.items() if folder)]
         failed: dict[str, str] = {}
 
-        def command(name: str) -> list[str]:
+        def command(name: str, port: int) -> list[str]:
             if name == "hotset":
-                return serve_load.hotset_command(model, args.port, slots, args.threads)
-            return serve_load.llama_command(self.folders[name], model, args.port, slots, args.threads)
+                return serve_load.hotset_command(model, port, slots, args.threads)
+            return serve_load.llama_command(self.folders[name], model, port, slots, args.threads)
 
         def one(i: int) -> dict[str, dict[int, float]]:
             rates = {}
             for name in names if i % 2 == 0 else reversed(names):
                 if name in failed:
                     continue
+                port = serve_load.free_port()
                 try:
-                    with serve_load.running(command(name), args.port) as server:
+                    with serve_load.running(command(name, port), port) as server:
                         rates[name] = asyncio.run(throughputs(server.url, i))
                 except peers.ProgramFailed as error:
                     if name == "hotset":
@@ -348,7 +349,6 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=int, default=5, help="runs of each program (5)")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--port", type=int, default=18080)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "headline", metavar="DIR")
     parser.add_argument("--resume", action="store_true", help="continue the results in OUT")
     parser.add_argument("--write-docs", action="store_true", help="put the results into README and docs")

@@ -20,6 +20,7 @@ import json
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -106,6 +107,13 @@ class Client:
 
 
 # -- servers ---------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on. ik_llama.cpp cannot bind one that another server just left."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def hotset_command(model: Path, port: int, slots: int, threads: int) -> list[str]:
