@@ -174,6 +174,9 @@ def expert_cache_bytes(ffns: Sequence[ops.Ffn], tensors: Mapping[str, TensorInfo
         n_pieces = 2 * len(layout.matrices) + len(layout.biases)
         n_bytes += expert_bytes(ffn, tensors) + n_pieces * planned_spare(OWN_FROM)
     tables = ALIGNMENT * len(ffns) + PAGE
+    tables += 2 * aligned(
+        _NUMBER * sum(op.route.x.width for op in ffns if op.route is not None)
+    )  # group.comp
     routes = max(aligned(_NUMBER * max_batch * ffn.route.out.width) for ffn in ffns if ffn.route is not None)
     return n_bytes + tables + routes + sum(exchange_bytes(ffns, max_batch)) + 2 * PAGE
 

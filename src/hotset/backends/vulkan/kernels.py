@@ -36,6 +36,7 @@ KERNELS = {
     "conv": _Shape(6, "6I"),
     "elementwise": _Shape(3, "6I4f"),
     "expert_sum": _Shape(4, "5I"),
+    "group": _Shape(2, "5I"),
     "head_dot": _Shape(5, "6I"),
     "heads": _Shape(3, "8I"),
     "linear_few": _Shape(7, "13If7I"),
@@ -132,6 +133,7 @@ class Recorder:
         self.dispatches: list[Dispatch] = []
         self.operation = ""
         self.rounded: set[Value] = set()  # whose rows were rounded by a dispatch of their own
+        self.grouped: dict[int, Value] = {}  # the latest route whose pairs were grouped, by pairs per tile
         self._kernels = kernels
 
     def add(
