@@ -27,7 +27,7 @@ void main() {
     synchronise();
     for (uint pair = lane; pair < n_pairs; pair += LANES) counted(pair);
     synchronise();
-    // A lane places the tiles of some adjacent experts behind those of all lanes before it.
+    // A lane places the tiles of some adjacent experts after the tiles of all earlier lanes.
     const uint each = (n_experts + LANES - 1u) / LANES, first = min(lane * each, n_experts);
     const uint end = min(first + each, n_experts);
     uint tile = 0;

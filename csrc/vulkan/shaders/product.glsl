@@ -35,7 +35,7 @@ const uint BIAS = 1, RESIDUAL = 2, FIRING = 4, CHOSEN = 8;
 const bool GROUPED = EXPERTS != 0u && TOKENS > 1u;
 const uint NONE = 0xffffffffu;
 
-// The tokens or pairs that a workgroup computes: the first, or where the first is in `groups`. expert: NONE if there are none.
+// The tokens or pairs of a workgroup. first: the first of them, or its index in `groups`. expert: NONE for an empty workgroup.
 struct Place {
     uint first, expert;
 };
@@ -47,7 +47,7 @@ Place place_of(uint workgroup) {
     return Place(workgroup, expert < 0.0 ? NONE : uint(expert));  // the CPU computes an expert without a slot
 }
 
-// Return token or pair t of a workgroup; not below n_tokens * n_used if there is none.
+// Return token or pair t of a workgroup; n_tokens * n_used or more if it has fewer.
 uint one_of(Place place, uint t) {
     return GROUPED ? groups[place.first + t] : place.first + t;
 }

@@ -212,7 +212,11 @@ def cache_pieces(op: Primitive, kv_type: KVType, n_blocks: int, n_states: int) -
 
 
 def workspace_bytes(
-    graph: Graph, tensors: Mapping[str, TensorInfo], max_batch: int, n_blocks: int, n_states: int
+    graph: Graph,
+    tensors: Mapping[str, TensorInfo],
+    max_batch: int,
+    n_blocks: int,
+    n_states: int,
 ) -> int:
     """Return an upper bound on the workspace bytes of a stage with some layers of a graph.
 
@@ -224,7 +228,9 @@ def workspace_bytes(
     residual = Value(-1, graph.ops[0].out.width, "residual")
     sizes = [
         values,
-        InputShape.of(graph, residual, max_batch=max_batch, n_blocks=n_blocks, n_states=n_states).nbytes,
+        InputShape.of(
+            graph, residual, heads_of=lambda _: 1, max_batch=max_batch, n_blocks=n_blocks, n_states=n_states
+        ).nbytes,
         4 * OUTPUT_ROWS * stride_of(graph.result),
         4 * max_batch * stride_of(residual),  # the result of a part without the output
         candidates.scratch_bytes(graph.result.width, OUTPUT_ROWS),

@@ -264,7 +264,7 @@ class RecordedGraph:
     def _lower(self, step: FusedStep) -> Record:  # noqa: C901 - a case for each operation
         if isinstance(step.op, SplitOperation):
             assert self._shared is not None
-            return self._shared.lower(step.op, self)
+            return self._shared.lower(step.op, self, step.out, step.other)
         for op in (step.op, *(one.op for one in step.more)):
             if not isinstance(op, SplitOperation) and (what := missing_kernel(op)) is not None:
                 raise refused(op.out.name, what)
@@ -844,7 +844,9 @@ class RecordedGraph:
             *visible, self._n_splits, op.scale, op.softcap,
         )  # fmt: skip
         stored = self._stored(step) if op.source is None else _nothing
-        groups_of_step = self.inputs.groups_of("heads", op.n_head)
+        shape = self._kernels.attention(op)
+        n_workgroups = op.n_head // shape.heads
+        groups_of_step = self.inputs.groups_of("heads", n_workgroups)
 
         def record(to: Recorder, n: int) -> None:
             stored(to, n)
@@ -860,11 +862,20 @@ class RecordedGraph:
                 floats, slopes.bound() if slopes else positions, rounded, parts,
                 self._counts.bound(written=True) if is_apart else floats,
             ]  # fmt: skip
-            constants = [code, op.head_dim, op.head_dim_v, sinks is not None, is_apart, *others, forms]
+            constants = [
+                code,
+                op.head_dim,
+                op.head_dim_v,
+                sinks is not None,
+                is_apart,
+                *others,
+                forms,
+                *shape,
+            ]
             if is_apart:
                 to.add_indirect("attention", constants, bindings, push, groups_of_step)
             else:
-                to.add("attention", constants, bindings, push, (op.n_head, n, 1))
+                to.add("attention", constants, bindings, push, (n_workgroups, n, 1))
 
         return record
 

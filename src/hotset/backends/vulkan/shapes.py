@@ -1,4 +1,4 @@
-"""Workgroup shapes for products with quantised weights: the candidates and the defaults.
+"""Workgroup shapes for attention, and for products with quantised weights: the candidates and the defaults.
 
 The bits of a product do not depend on its shape; csrc/vulkan/shaders/rounded.glsl defines the order of sums.
 A device begins with the defaults for its vendor and subgroup size; autotune.py measures the others.
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from hotset.backends.vulkan.devices import VulkanInfo
 from hotset.formats.quants import GGMLType
+from hotset.model.operations import Attention
 
 LARGE = 16384  # rows of a matrix that keeps a whole device busy with any number of rows per workgroup
 TOKENS_OF_FEW = 4  # tokens of a workgroup, for steps of more than one token
@@ -30,6 +31,39 @@ _16x16, _32x8, _8x16, _16x8, _4x16, _8x8 = SHAPES
 # For gate and up, of which a workgroup computes 32 rows each. With more lanes, AMD's compiler would take more
 # registers, and fewer workgroups would run at a time.
 GATED = _16x16
+
+
+class AttentionShape(NamedTuple):
+    """The shape of a workgroup of attention.comp.
+
+    heads: the heads that share keys and values, with 64 lanes each. vectors: the size of their shared memory,
+    in units of 16 bytes, a multiple of 64.
+    """
+
+    heads: int
+    vectors: int
+
+
+_LANES_OF_HEAD = 64
+_SHARED_BYTES = (
+    17 * _LANES_OF_HEAD
+)  # of a head: numbers of its lanes, weights, and the rounding of its result
+
+
+def attention_shape(op: Attention, max_lanes: int, shared_bytes: int) -> AttentionShape:
+    """Return the shape with the most heads that a device's lanes and bytes of shared memory allow."""
+    per_head = _SHARED_BYTES + 4 * (max(op.head_dim, op.head_dim_v) + 16)
+    of_group = op.n_head // op.n_head_kv
+
+    def fits(heads: int, vectors: int) -> bool:
+        lanes = _LANES_OF_HEAD * heads
+        needed = heads * per_head + 16 * lanes * -(-vectors // lanes) + 64
+        return of_group % heads == 0 and lanes <= max_lanes and needed <= shared_bytes
+
+    heads = max((n for n in range(2, of_group + 1) if fits(n, 512)), default=1)
+    return AttentionShape(
+        heads, 1024 if heads > 4 and fits(heads, 1024) else 512
+    )  # two or more loads per lane
 
 
 @dataclass(frozen=True)

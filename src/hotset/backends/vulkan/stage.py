@@ -125,8 +125,8 @@ class VulkanStage(DeviceStage):
         self._inputs = VulkanInputs(
             self._device,
             InputShape.of(
-                self.graph, self.entering, max_batch=self.max_batch, n_blocks=self.n_blocks,
-                n_states=self.n_states,
+                self.graph, self.entering, heads_of=lambda op: self._kernels.attention(op).heads,
+                max_batch=self.max_batch, n_blocks=self.n_blocks, n_states=self.n_states,
             ),
         )  # fmt: skip
         of_ngrams = replace(options, n_states=self.n_states, n_threads=1, sparse=False)

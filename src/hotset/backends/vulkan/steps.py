@@ -393,9 +393,9 @@ class _Fusing:
         rotations = tuple(FusedStep(one, one.out) for one in self._rotations.get(op.out, ()))
         step = FusedStep(op, op.out, None, wanted, is_hot, rotations)
         behind = self._ops[at + 1][0] if at + 1 < len(self._ops) else None
-        fits = (isinstance(op, ops.Linear | ops.TransposedLinear) and isinstance(behind, ops.Add)) or (
-            isinstance(op, ops.Activate) and isinstance(behind, ops.Multiply)
-        )
+        fits = (
+            isinstance(op, ops.Linear | ops.TransposedLinear | Gather) and isinstance(behind, ops.Add)
+        ) or (isinstance(op, ops.Activate) and isinstance(behind, ops.Multiply))
         if not (self._is_private(op.out) and fits and isinstance(behind, ops.Add | ops.Multiply)):
             return 1, step
         other = behind.b if behind.a == op.out else behind.a
