@@ -7,10 +7,11 @@
 layout(constant_id = 3) const uint ROWS = 16;
 layout(constant_id = 4) const uint SIDE = 16;  // a lane has SUMS / SIDE of the sixteen sums
 layout(constant_id = 6) const uint ACTIVATION = 0;
+layout(constant_id = 7) const uint AHEAD = 4;  // blocks of a lane that are read at a time, a multiple of OWN
 layout(local_size_x_id = 3, local_size_y_id = 4) in;
 layout(set = 0, binding = 7) writeonly buffer Rounded { uint rounded[]; };
 
-const uint OWN = SUMS / SIDE, AHEAD = TOKENS == 1u ? 4u : 2u;
+const uint OWN = SUMS / SIDE;
 const uint ROUNDING = RESULT == GATED_ROUNDED ? ROWS * SIDE : 8u;
 // A turn is ROWS rows of gate or up; a rounded block has 32 neurons.
 const uint TURNS = RESULT == GATED_ROUNDED ? 2u * 32u / ROWS : 2u;

@@ -494,7 +494,8 @@ class RecordedGraph:
                 )  # fmt: skip
                 neurons = BLOCK if form.by_maker else GATED.rows
                 groups = -(-part.n_rows // neurons), -(-n // tokens), 1
-                constants = [matrix.type, tokens, 0, *GATED, result, ACTIVATIONS[act.kind]]
+                ahead = self._kernels.shapes.of(matrix.type).ahead_of(tokens)
+                constants = [matrix.type, tokens, 0, *GATED, result, ACTIVATIONS[act.kind], ahead]
                 to.add("rounded_few", constants, bindings, push, groups, part.nbytes)
 
         return record
@@ -604,10 +605,12 @@ class RecordedGraph:
             case False, True:
                 to.add("rounded_many", constants, bindings, push, groups, n_bytes)
             case _:
-                shape = self._kernels.shapes.of(matrix.type).of(tokens, part.n_rows)
+                shapes = self._kernels.shapes.of(matrix.type)
+                shape = shapes.of(tokens, part.n_rows)
+                constants += [*shape, result, 0, shapes.ahead_of(tokens)]
                 groups = -(-part.n_rows // shape.rows), n, 1
                 bindings = [*bindings, bindings[3]]  # rounded neurons, which only gates have
-                to.add("rounded_few", [*constants, *shape, result], bindings, push, groups, n_bytes)
+                to.add("rounded_few", constants, bindings, push, groups, n_bytes)
 
     def _low_rank(self, op: ops.LowRank) -> Record:
         """Return the record of all adapters at `op`: for each, add (x · a) · scale of the token · b to y."""

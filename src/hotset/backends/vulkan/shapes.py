@@ -72,7 +72,8 @@ class ProductShapes:
 
     one: for a single token. few: for up to TOKENS_OF_FEW tokens at a time. one_large, few_large: the same for
     matrices with at least 16,384 rows. most_few: steps with at most this many tokens use rounded_few.comp;
-    longer ones use rounded_many.comp, with 32 tokens at a time.
+    longer ones use rounded_many.comp, with 32 tokens at a time. ahead, few_ahead: blocks that a lane loads
+    at a time, for a single token and for several.
     """
 
     one: WorkgroupShape = _16x16
@@ -80,6 +81,8 @@ class ProductShapes:
     few: WorkgroupShape = _16x16
     few_large: WorkgroupShape = _32x8
     most_few: int = 8
+    ahead: int = 4
+    few_ahead: int = 2
 
     def of(self, tokens: int, n_rows: int) -> WorkgroupShape:
         """Return the shape for `tokens` tokens at a time and a matrix with n_rows."""
@@ -87,10 +90,15 @@ class ProductShapes:
             return self.one if tokens == 1 else self.few
         return self.one_large if tokens == 1 else self.few_large
 
+    def ahead_of(self, tokens: int) -> int:
+        """Return the blocks that a lane reads at a time, for `tokens` tokens."""
+        return self.ahead if tokens == 1 else self.few_ahead
+
 
 # The candidates of each field; the fields that matter most come first.
 CANDIDATES: Mapping[str, tuple[Any, ...]] = {
-    "one": SHAPES, "one_large": SHAPES, "few": SHAPES, "most_few": (4, 8, 16, 24), "few_large": SHAPES,
+    "one": SHAPES, "ahead": (4, 2, 8), "one_large": SHAPES, "few": SHAPES, "few_ahead": (2, 4),
+    "most_few": (4, 8, 16, 24), "few_large": SHAPES,
 }  # fmt: skip
 
 _AMD, _INTEL = 0x1002, 0x8086

@@ -253,6 +253,12 @@ class VulkanStage(DeviceStage):
         """Run a step of n tokens on the current inputs, without logits, to measure a device."""
         _core.vulkan_run([self._program(frozenset()).recorded("body", n).program], self._cancel)
 
+    def device_seconds(self, n: int = 1) -> float:
+        """Rerun a step, and return its seconds on the device. Needs start_timing."""
+        self.rerun(n)
+        ticks = self._program(frozenset()).recorded("body", n).program.times()
+        return float(ticks[-1, 1] - ticks[0, 0]) * self._device.tick_nanoseconds * 1e-9
+
     def take_shapes(self, shapes: DeviceShapes) -> None:
         """Discard all recordings; later ones use workgroups of these shapes."""
         self._kernels.shapes = shapes
