@@ -241,11 +241,11 @@ def products_of_many(gcn: bool) -> Iterator[Job]:
         )  # fmt: skip
         lanes = 4 if type_ in (T.Q4_0, T.Q4_K) else 8  # that load a row of a block into shared memory
         yield Job(
-            f"{type_.name}, many tokens", ("rounded_many", (int(type_), 1, 0)), "mul_mmq.comp",
+            f"{type_.name}, many tokens", ("rounded_many", (int(type_), 32, 0)), "mul_mmq.comp",
             {**HALVES, **SUMS, f"DATA_A_{type_.name}": "1"}, tile, ((TURN,), (64 * lanes // tile[0], 1, 4)),
         )  # fmt: skip
     yield Job(
-        "F16, many tokens", ("linear_many", (int(T.F16), 1, 0, 1)), "mul_mm.comp",
+        "F16, many tokens", ("linear_many", (int(T.F16), 32, 0, 1)), "mul_mm.comp",
         {**HALVES, **SUMS, "DATA_A_F16": "1", "LOAD_VEC_A": "8", "LOAD_VEC_B": "8", "B_TYPE": "mat2x4",
          "B_TYPE_SCALAR": "float", "B_TYPEV4": "vec4"},
         (128, 64, 64, 32, 64, 32, 2, 4, 2, 1, 64, 1), ((8,), ()), (8 * 512, 0), FMAS,

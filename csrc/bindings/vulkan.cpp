@@ -325,6 +325,10 @@ void bind_vulkan(nb::module_& m) {
                              device.info().max_allocation & ~uint64_t(255);  // Arena's alignment
                          return std::min<uint64_t>(device.info().limits.maxStorageBufferRange, most);
                      })
+        .def_prop_ro("max_lanes",
+                     [](const Device& device) { return device.info().limits.maxComputeWorkGroupInvocations; })
+        .def_prop_ro("shared_bytes",
+                     [](const Device& device) { return device.info().limits.maxComputeSharedMemorySize; })
         .def_prop_ro("tick_nanoseconds",
                      [](const Device& device) {
                          const vulkan::DeviceInfo& info = device.info();
@@ -354,7 +358,8 @@ void bind_vulkan(nb::module_& m) {
         .def("dispatch_indirect", &dispatch_indirect, "kernel"_a, "bindings"_a, "push"_a, "counts"_a,
              "offset"_a)
         .def("cut", &Program::cut)
-        .def("cut_for_host", &Program::cut_for_host, "layer"_a)
+        .def("hand_over", &Program::hand_over)
+        .def("wait_for_host", &Program::wait_for_host, "layer"_a)
         .def("finish", &Program::finish)
         .def("times", &times)
         .def_prop_ro("n_groups", &Program::n_groups);

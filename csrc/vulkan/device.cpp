@@ -244,6 +244,14 @@ void Device::start(std::span<const uint8_t> cache) {
         device.pNext = &dots;
         extensions.push_back(VK_KHR_SHADER_INTEGER_DOT_PRODUCT_EXTENSION_NAME);
     }
+    auto timelines = made<VkPhysicalDeviceTimelineSemaphoreFeatures>(
+        VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_TIMELINE_SEMAPHORE_FEATURES);
+    if (info_.has_timelines) {
+        timelines.timelineSemaphore = VK_TRUE;
+        timelines.pNext = const_cast<void*>(device.pNext);
+        device.pNext = &timelines;
+        extensions.push_back(VK_KHR_TIMELINE_SEMAPHORE_EXTENSION_NAME);
+    }
     device.enabledExtensionCount = uint32_t(extensions.size());
     device.ppEnabledExtensionNames = extensions.data();
     const std::string what = "opening " + info_.name;
@@ -268,6 +276,16 @@ void Device::start(std::span<const uint8_t> cache) {
     check(result, what);
 }
 
+void Device::start_timelines() {
+    auto type = made<VkSemaphoreTypeCreateInfo>(VK_STRUCTURE_TYPE_SEMAPHORE_TYPE_CREATE_INFO);
+    type.semaphoreType = VK_SEMAPHORE_TYPE_TIMELINE;
+    auto semaphore = made<VkSemaphoreCreateInfo>(VK_STRUCTURE_TYPE_SEMAPHORE_CREATE_INFO);
+    semaphore.pNext = &type;
+    for (Timeline* one : {&handed_over, &answered})
+        if (!one->semaphore)
+            check(fn_.vkCreateSemaphore(device_, &semaphore, nullptr, &one->semaphore), "recording a step");
+}
+
 std::vector<uint8_t> Device::compiled() const {
     size_t n = 0;
     if (fn_.vkGetPipelineCacheData(device_, cache_, &n, nullptr) != VK_SUCCESS) return {};
@@ -282,6 +300,8 @@ Device::~Device() {
     fn_.vkDeviceWaitIdle(device_);
     staging_ = {};
     fn_.vkDestroyPipelineCache(device_, cache_, nullptr);
+    for (const Timeline* one : {&handed_over, &answered})
+        if (one->semaphore) fn_.vkDestroySemaphore(device_, one->semaphore, nullptr);
     if (pool_) fn_.vkDestroyCommandPool(device_, pool_, nullptr);
     fn_.vkDestroyDevice(device_, nullptr);
     instance_->set_messages_aside();  // the next device did not cause them

@@ -124,6 +124,15 @@ class Device : public std::enable_shared_from_this<Device> {
     // Return the driver's pipeline cache with all kernels so far; empty if the driver provides none.
     std::vector<uint8_t> compiled() const;
     const DeviceFunctions& functions() const { return fn_; }
+    // A timeline semaphore. last: the largest value that a submission signals or waits for.
+    struct Timeline {
+        VkSemaphore semaphore = VK_NULL_HANDLE;
+        uint64_t last = 0;
+    };
+    // They count how often the device handed data over to the host, and the host's answers; null before
+    // start_timelines.
+    Timeline handed_over, answered;
+    void start_timelines();
     Instance& instance() const { return *instance_; }
     // Copy n slices of up to `bytes` bytes to buffers that are not host-visible. The next slice is filled
     // while one is copied.

@@ -16,8 +16,8 @@ class Exchange {
     Exchange(CpuWorkerPlan& worker, std::shared_ptr<Buffer> from_device, std::shared_ptr<Buffer> to_device,
              uint64_t bits_offset);
 
-    // Let the worker compute layer `layer` for a step of n_tokens, and wait. No running program may write the
-    // rows in from_device or read to_device. Returns false if the step was poisoned or cancelled.
+    // Let the worker compute layer `layer` for a step of n_tokens, and wait. No running dispatch may write
+    // the rows in from_device or read to_device. Returns false if the step was poisoned or cancelled.
     bool serve(int layer, int n_tokens, const std::function<bool()>& is_cancelled) const;
 
   private:

@@ -265,6 +265,14 @@ DeviceInfo Instance::describe(int index, VkPhysicalDevice handle) const {
         fn_.vkGetPhysicalDeviceFeatures2(handle, &features);
         info.has_integer_dots = dots.shaderIntegerDotProduct;
     }
+    if (has(VK_KHR_TIMELINE_SEMAPHORE_EXTENSION_NAME)) {
+        auto timelines = made<VkPhysicalDeviceTimelineSemaphoreFeatures>(
+            VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_TIMELINE_SEMAPHORE_FEATURES);
+        auto features = made<VkPhysicalDeviceFeatures2>(VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_FEATURES_2);
+        features.pNext = &timelines;
+        fn_.vkGetPhysicalDeviceFeatures2(handle, &features);
+        info.has_timelines = timelines.timelineSemaphore;
+    }
 
     auto subgroup =
         made<VkPhysicalDeviceSubgroupProperties>(VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_SUBGROUP_PROPERTIES);
@@ -322,6 +330,7 @@ DeviceInfo Instance::describe(int index, VkPhysicalDevice handle) const {
     feature(window >= largest, info.kind == "discrete" ? "resizable BAR" : "host-visible memory");
     feature(has_budget, "memory budget");
     feature(info.has_integer_dots, "integer dot products");
+    feature(info.has_timelines, "timeline semaphores");
     feature(has("VK_KHR_shader_float16_int8") || own.apiVersion >= VK_API_VERSION_1_2, "float16 and int8");
     feature(has("VK_KHR_cooperative_matrix"), "cooperative matrices");
 

@@ -94,6 +94,10 @@ void check(VkResult result, const std::string& what);
     F(vkDestroyFence)                     \
     F(vkResetFences)                      \
     F(vkWaitForFences)                    \
+    F(vkCreateSemaphore)                  \
+    F(vkDestroySemaphore)                 \
+    F(vkGetSemaphoreCounterValueKHR)      \
+    F(vkSignalSemaphoreKHR)               \
     F(vkCreateShaderModule)               \
     F(vkDestroyShaderModule)              \
     F(vkCreateDescriptorSetLayout)        \
@@ -156,6 +160,7 @@ struct DeviceInfo {
     uint32_t timestamp_bits = 0;    // valid bits of the queue's timestamps; 0: it has none
     bool is_subset = false;         // implements a subset of Vulkan, as MoltenVK does
     bool has_integer_dots = false;  // instructions for dot products of four bytes
+    bool has_timelines = false;     // timeline semaphores, needed for layers that the host shares
     VkPhysicalDeviceMemoryProperties memories{};
 };
 

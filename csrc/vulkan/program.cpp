@@ -1,7 +1,9 @@
 #include "vulkan/program.h"
 
 #include <algorithm>
+#include <chrono>
 #include <deque>
+#include <thread>
 
 namespace hotset::vulkan {
 namespace {
@@ -22,7 +24,7 @@ Program::Program(std::shared_ptr<Device> device, bool timed) : device_(std::move
         throw Error("the Vulkan device " + device_->info().name +
                     " has no timestamps to time dispatches with");
     try {
-        begin(-1);
+        begin(-1, false);
     } catch (...) {
         free();
         throw;
@@ -37,7 +39,7 @@ void Program::free() {
     for (const VkDescriptorPool pool : pools_) fn.vkDestroyDescriptorPool(device_->handle(), pool, nullptr);
 }
 
-void Program::begin(int host_layer) {
+void Program::begin(int host_layer, bool is_cut) {
     const DeviceFunctions& fn = device_->functions();
     auto info = made<VkCommandBufferAllocateInfo>(VK_STRUCTURE_TYPE_COMMAND_BUFFER_ALLOCATE_INFO);
     info.commandPool = device_->pool();
@@ -45,10 +47,16 @@ void Program::begin(int host_layer) {
     info.commandBufferCount = 1;
     VkCommandBuffer commands;
     check(fn.vkAllocateCommandBuffers(device_->handle(), &info, &commands), "recording a step");
-    segments_.push_back({commands, host_layer});
+    segments_.push_back({commands, host_layer, is_cut});
     const auto begin = made<VkCommandBufferBeginInfo>(VK_STRUCTURE_TYPE_COMMAND_BUFFER_BEGIN_INFO);
     check(fn.vkBeginCommandBuffer(commands, &begin), "recording a step");
-    barrier();  // after earlier submissions
+    barrier();  // after earlier batches
+    if (host_layer < 0) return;
+    auto answer = made<VkMemoryBarrier>(VK_STRUCTURE_TYPE_MEMORY_BARRIER);
+    answer.srcAccessMask = VK_ACCESS_HOST_WRITE_BIT;
+    answer.dstAccessMask = VK_ACCESS_SHADER_READ_BIT;
+    fn.vkCmdPipelineBarrier(commands, VK_PIPELINE_STAGE_HOST_BIT, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, 0, 1,
+                            &answer, 0, nullptr, 0, nullptr);
 }
 
 void Program::barrier() {
@@ -202,13 +210,26 @@ std::vector<std::array<uint64_t, 2>> Program::times() const {
 }
 
 void Program::cut() {
-    cut_for_host(-1);
-}
-
-void Program::cut_for_host(int layer) {
     require(!finished_, "the program is finished and takes no more dispatches");
     end();
-    begin(layer);
+    begin(-1, true);
+}
+
+void Program::hand_over() {
+    require(!finished_, "the program is finished and takes no more dispatches");
+    if (!device_->info().has_timelines)
+        throw Error("the Vulkan device " + device_->info().name +
+                    " has no timeline semaphores, so it can share no layer with the CPU: use split='layers'");
+    device_->start_timelines();
+    end();
+    segments_.back().is_handed_over = true;
+    begin(-1, false);
+}
+
+void Program::wait_for_host(int layer) {
+    require(!finished_, "the program is finished and takes no more dispatches");
+    end();
+    begin(layer, false);
 }
 
 void Program::end() {
@@ -228,59 +249,148 @@ void Program::finish() {
     device_->instance().check_messages();
 }
 
-bool run(const std::vector<Program*>& programs, const std::function<bool()>& is_cancelled,
-         const std::function<bool(int)>& on_host) {
-    require(!programs.empty(), "there is no program to run");
-    Device& device = *programs.front()->device_;
-    const DeviceFunctions& fn = device.functions();
-    const char* what = "computing a step";
-    std::vector<Program::Segment> segments;
-    for (const Program* program : programs) {
-        require(program->finished_ && program->device_.get() == &device, "a program is not finished");
-        for (const Program::Segment& segment : program->segments_)
+// The submissions of some programs, at most kInFlight at a time.
+class Run {
+  public:
+    Run(const std::vector<Program*>& programs, const std::function<bool()>& is_cancelled,
+        const std::function<bool(int)>& on_host)
+        : device_(*programs.front()->device_),
+          fn_(device_.functions()),
+          is_cancelled_(is_cancelled),
+          on_host_(on_host) {
+        for (const Program* program : programs) {
+            require(program->finished_ && program->device_.get() == &device_, "a program is not finished");
+            segments_.insert(segments_.end(), program->segments_.begin(), program->segments_.end());
+        }
+        for (const Program::Segment& segment : segments_)
             require(segment.host_layer < 0 || on_host, "a program waits for the host, but on_host is null");
-        segments.insert(segments.end(), program->segments_.begin(), program->segments_.end());
     }
-    std::deque<VkFence> in_flight;
-    bool cancelled = false;
-    VkResult result = VK_SUCCESS;
-    const auto wait_for_first = [&] {
+
+    bool all() {
+        for (size_t first = 0, end; first < segments_.size() && goes_on(); first = end) {
+            for (end = first + 1; end < segments_.size() && !segments_[end].is_cut;) end++;
+            while (in_flight_.size() >= kInFlight) wait_for_first();
+            if (!goes_on()) break;
+            submit({&segments_[first], end - first});
+            serve();
+        }
+        while (!in_flight_.empty()) wait_for_first();
+        check(result_, "computing a step");
+        device_.instance().check_messages();
+        return !cancelled_;
+    }
+
+  private:
+    struct Answer {  // that a submission waits for
+        int layer;
+        uint64_t handed_over, answered;  // values of the device's semaphores before and after it
+    };
+
+    bool goes_on() const { return !cancelled_ && result_ == VK_SUCCESS; }
+
+    void wait_for_first() {
         VkResult waited;
         do {
-            waited = fn.vkWaitForFences(device.handle(), 1, &in_flight.front(), VK_TRUE, kTick);
-            if (is_cancelled()) cancelled = true;
+            waited = fn_.vkWaitForFences(device_.handle(), 1, &in_flight_.front(), VK_TRUE, kTick);
+            if (is_cancelled_()) cancelled_ = true;
         } while (waited == VK_TIMEOUT);
-        if (result == VK_SUCCESS) result = waited;
-        fn.vkDestroyFence(device.handle(), in_flight.front(), nullptr);
-        in_flight.pop_front();
-    };
-    for (const Program::Segment& segment : segments) {
-        // The host reads the results of the submission before the last while the last one runs.
-        while (in_flight.size() >= kInFlight || (segment.host_layer >= 0 && in_flight.size() > 1))
-            wait_for_first();
-        if (cancelled || result != VK_SUCCESS) break;
-        if (segment.host_layer >= 0 && !on_host(segment.host_layer)) {
-            cancelled = true;
-            break;
+        if (result_ == VK_SUCCESS) result_ = waited;
+        fn_.vkDestroyFence(device_.handle(), in_flight_.front(), nullptr);
+        in_flight_.pop_front();
+    }
+
+    // Submit segments at once, a batch for each, with the values of the semaphores between device and host.
+    void submit(std::span<const Program::Segment> segments) {
+        constexpr VkPipelineStageFlags kAll = VK_PIPELINE_STAGE_ALL_COMMANDS_BIT;
+        std::vector<VkSubmitInfo> batches(segments.size());
+        std::vector<VkTimelineSemaphoreSubmitInfo> timelines(segments.size());
+        std::vector<std::array<uint64_t, 2>> values(segments.size());  // to wait for, and to signal
+        answers_.clear();
+        for (size_t i = 0; i < segments.size(); i++) {
+            VkSubmitInfo& batch = batches[i] = made<VkSubmitInfo>(VK_STRUCTURE_TYPE_SUBMIT_INFO);
+            batch.commandBufferCount = 1;
+            batch.pCommandBuffers = &segments[i].commands;
+            const bool waits = segments[i].host_layer >= 0, signals = segments[i].is_handed_over;
+            if (!waits && !signals) continue;
+            timelines[i] =
+                made<VkTimelineSemaphoreSubmitInfo>(VK_STRUCTURE_TYPE_TIMELINE_SEMAPHORE_SUBMIT_INFO);
+            batch.pNext = &timelines[i];
+            if (waits) {
+                values[i][0] = ++device_.answered.last;
+                answers_.push_back({segments[i].host_layer, device_.handed_over.last, values[i][0]});
+                batch.waitSemaphoreCount = timelines[i].waitSemaphoreValueCount = 1;
+                batch.pWaitSemaphores = &device_.answered.semaphore;
+                batch.pWaitDstStageMask = &kAll;
+                timelines[i].pWaitSemaphoreValues = &values[i][0];
+            }
+            if (signals) {
+                values[i][1] = ++device_.handed_over.last;
+                batch.signalSemaphoreCount = timelines[i].signalSemaphoreValueCount = 1;
+                batch.pSignalSemaphores = &device_.handed_over.semaphore;
+                timelines[i].pSignalSemaphoreValues = &values[i][1];
+            }
         }
         const auto fresh = made<VkFenceCreateInfo>(VK_STRUCTURE_TYPE_FENCE_CREATE_INFO);
         VkFence fence = VK_NULL_HANDLE;
-        result = fn.vkCreateFence(device.handle(), &fresh, nullptr, &fence);
-        if (result != VK_SUCCESS) break;
-        auto submit = made<VkSubmitInfo>(VK_STRUCTURE_TYPE_SUBMIT_INFO);
-        submit.commandBufferCount = 1;
-        submit.pCommandBuffers = &segment.commands;
-        result = fn.vkQueueSubmit(device.queue(), 1, &submit, fence);
-        if (result != VK_SUCCESS) {
-            fn.vkDestroyFence(device.handle(), fence, nullptr);
-            break;
-        }
-        in_flight.push_back(fence);
+        result_ = fn_.vkCreateFence(device_.handle(), &fresh, nullptr, &fence);
+        if (result_ != VK_SUCCESS) return;
+        result_ = fn_.vkQueueSubmit(device_.queue(), uint32_t(batches.size()), batches.data(), fence);
+        if (result_ != VK_SUCCESS) return fn_.vkDestroyFence(device_.handle(), fence, nullptr);
+        in_flight_.push_back(fence);
     }
-    while (!in_flight.empty()) wait_for_first();
-    check(result, what);
-    device.instance().check_messages();
-    return !cancelled;
+
+    // Compute the host's part of each layer of the latest submission. Every answer is signalled, even if the
+    // run ends, since the device waits for it.
+    void serve() {
+        if (!goes_on()) return;
+        for (const Answer& one : answers_) {
+            await(one.handed_over);
+            if (goes_on() && !on_host_(one.layer)) cancelled_ = true;
+            const VkResult first = signal(one.answered);
+            if (first == VK_SUCCESS) continue;
+            if (goes_on()) result_ = first;
+            if (signal(one.answered) != VK_SUCCESS)
+                return in_flight_.clear();  // the submission will never end
+        }
+    }
+
+    // Poll until the device has handed over: a sleeping wait would cost more than the host's part of many
+    // layers.
+    void await(uint64_t value) {
+        using Clock = std::chrono::steady_clock;
+        auto next = Clock::now() + std::chrono::nanoseconds(kTick);
+        for (uint64_t reached = 0; goes_on(); std::this_thread::yield()) {
+            result_ =
+                fn_.vkGetSemaphoreCounterValueKHR(device_.handle(), device_.handed_over.semaphore, &reached);
+            if (reached >= value) return;
+            if (Clock::now() < next) continue;
+            next = Clock::now() + std::chrono::nanoseconds(kTick);
+            if (is_cancelled_()) cancelled_ = true;
+        }
+    }
+
+    VkResult signal(uint64_t value) {
+        auto info = made<VkSemaphoreSignalInfo>(VK_STRUCTURE_TYPE_SEMAPHORE_SIGNAL_INFO);
+        info.semaphore = device_.answered.semaphore;
+        info.value = value;
+        return fn_.vkSignalSemaphoreKHR(device_.handle(), &info);
+    }
+
+    Device& device_;
+    const DeviceFunctions& fn_;
+    const std::function<bool()>& is_cancelled_;
+    const std::function<bool(int)>& on_host_;
+    std::vector<Program::Segment> segments_;
+    std::vector<Answer> answers_;
+    std::deque<VkFence> in_flight_;
+    bool cancelled_ = false;
+    VkResult result_ = VK_SUCCESS;
+};
+
+bool run(const std::vector<Program*>& programs, const std::function<bool()>& is_cancelled,
+         const std::function<bool(int)>& on_host) {
+    require(!programs.empty(), "there is no program to run");
+    return Run(programs, is_cancelled, on_host).all();
 }
 
 }  // namespace hotset::vulkan

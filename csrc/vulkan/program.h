@@ -35,11 +35,13 @@ class Program {
                            std::span<const uint8_t> push, const std::shared_ptr<Buffer>& counts,
                            uint64_t offset);
     // Put the following dispatches into another submission. A run can be cancelled here, and submissions stay
-    // short. The host sees all earlier writes.
+    // short.
     void cut();
-    // The same. The following dispatches also read the host's result for layer `layer` (see run), computed
-    // from data written before the previous cut. Dispatches between the two cuts run concurrently.
-    void cut_for_host(int layer);
+    // Let the host see all earlier writes, from which it computes its part of a layer. The following
+    // dispatches run meanwhile, up to wait_for_host. Throws Error if the device has no timeline semaphores.
+    void hand_over();
+    // Let the following dispatches wait for the host's result for layer `layer` (see run).
+    void wait_for_host(int layer);
     // End the recording.
     void finish();
     // Return the ticks of the device's clock (limits.timestampPeriod) at which each dispatch of the latest
@@ -49,11 +51,12 @@ class Program {
     int n_groups() const { return n_groups_; }
 
   private:
-    friend bool run(const std::vector<Program*>&, const std::function<bool()>&,
-                    const std::function<bool(int)>&);
-    struct Segment {  // one submission
+    friend class Run;
+    struct Segment {  // a batch of a submission
         VkCommandBuffer commands;
-        int host_layer;  // layer that the host computes before it; -1: none
+        int host_layer;               // layer that the host computes before it; -1: none
+        bool is_cut;                  // it begins a submission
+        bool is_handed_over = false;  // the host waits for its end
     };
     struct Range {
         VkBuffer buffer;
@@ -71,7 +74,7 @@ class Program {
     void prepare(const std::shared_ptr<Kernel>& kernel, const std::vector<Binding>& bindings,
                  std::span<const uint8_t> push);
     void barrier();
-    void begin(int host_layer);
+    void begin(int host_layer, bool is_cut);
     void end();
     void free();
     VkCommandBuffer commands() const { return segments_.back().commands; }
@@ -88,9 +91,11 @@ class Program {
     std::vector<Timestamps> timestamps_;
 };
 
-// Run programs of one device in order, and wait. is_cancelled: called between submissions; true ends the run
-// after those in flight. on_host: computes the layer of cut_for_host; false ends the run; null: not needed.
-// Returns whether all programs ran. Throws Error if the device fails.
+// Run programs of one device in order, and wait. They are one submission, except for cuts. is_cancelled:
+// called now and then; true ends the run after the submissions in flight. on_host: computes the layer of
+// wait_for_host, after hand_over; false ends the run; null: not needed. A run that ends early lets the device
+// compute with undefined results of the host. Returns whether all programs ran. Throws Error if the device
+// fails.
 bool run(const std::vector<Program*>& programs, const std::function<bool()>& is_cancelled,
          const std::function<bool(int)>& on_host);
 

@@ -306,6 +306,10 @@ class VulkanDevice:
     @property
     def max_range(self) -> int: ...  # bytes of a binding
     @property
+    def max_lanes(self) -> int: ...  # of a workgroup
+    @property
+    def shared_bytes(self) -> int: ...  # of shared memory of a workgroup
+    @property
     def max_allocation(self) -> int: ...  # bytes of a buffer
     def limit(self, bytes: int) -> None: ...  # more raises OutOfMemoryError
     def allocate(self, size: int, place: str) -> VulkanBuffer: ...  # device, to_device, from_device
@@ -353,7 +357,8 @@ class VulkanProgram:
         offset: int,
     ) -> None: ...
     def cut(self) -> None: ...
-    def cut_for_host(self, layer: int) -> None: ...  # later dispatches read the CPU's answer
+    def hand_over(self) -> None: ...  # the CPU sees all earlier writes, and computes
+    def wait_for_host(self, layer: int) -> None: ...  # later dispatches read the CPU's answer
     def finish(self) -> None: ...
     # uint64 [dispatches, 2]: ticks of the device at the start and end of each, if timed
     def times(self) -> np.ndarray: ...

@@ -248,7 +248,7 @@ def device_product(
         bindings.append(bindings[3])
         recorder.add("rounded_few", [type_, tokens, 0, *constants], bindings, push, groups)
     else:
-        recorder.add("rounded_many", [type_, 1, 0], bindings, push, (-(-n_rows // 32), -(-n // 32), 1))
+        recorder.add("rounded_many", [type_, 32, 0], bindings, push, (-(-n_rows // 32), -(-n // 32), 1))
     recorder.program.finish()
     _core.vulkan_run([recorder.program], _core.VulkanCancel())
     return out.read(0, out.size).view(np.float32).reshape(n, n_rows)

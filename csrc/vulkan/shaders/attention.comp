@@ -1,12 +1,15 @@
 #version 450
-// Attention of one head of one token over its KV blocks, in the CPU's order (csrc/kernels/float_kernels.h): a running softmax
-// over the KV blocks of a split of 512 positions, then a merge of the splits in order. Splits begin at fixed positions, so that
-// the order of every sum depends only on the token's position. A lane has a position of a KV block, then words of values.
-// With few tokens a workgroup has one split, and stores its part; the last one to do so for its head merges the parts.
+// Attention of a token's heads over its KV blocks, in the CPU's order (csrc/kernels/float_kernels.h): a running softmax over the
+// KV blocks of a split of 512 positions, then a merge of the splits in order. Splits begin at fixed positions, so that the order
+// of every sum depends only on the token's position. A workgroup has HEADS heads with the same keys and values, which it reads
+// once, into shared memory. A lane of a head has a position of a KV block, then words of values. With few tokens a workgroup has
+// one split, and stores its parts; the last one to do so for its heads merges them.
 #include "common.glsl"
 #include "cache.glsl"
 
-layout(local_size_x = 64) in;
+layout(constant_id = 8) const uint HEADS = 1;  // a divisor of the heads that share keys and values
+layout(constant_id = 9) const uint TILE = 512;  // vectors of keys or values in shared memory, a multiple of 64
+layout(local_size_x = 64, local_size_y_id = 8) in;
 layout(constant_id = 1) const uint DIM = 64;  // channels of a key
 layout(constant_id = 2) const uint DIM_V = 64;  // channels of a value
 layout(constant_id = 3) const uint SINKS = 0;
@@ -16,7 +19,7 @@ layout(constant_id = 6) const uint CAPPED = 0;
 layout(constant_id = 7) const uint FORMS = 1;  // of the result: FLOATS, ROUNDED (rounding.glsl) or both
 layout(set = 0, binding = 0) readonly buffer Queries { float queries[]; };
 layout(set = 0, binding = 1) readonly buffer Keys { uvec4 keys[]; };
-layout(set = 0, binding = 2) readonly buffer Values { uint values[]; };
+layout(set = 0, binding = 2) readonly buffer Values { uvec4 values[]; };
 layout(set = 0, binding = 3) readonly buffer KeyScales { float key_scales[]; };
 layout(set = 0, binding = 4) readonly buffer ValueScales { float value_scales[]; };
 layout(set = 0, binding = 5) readonly buffer Positions { uint positions[]; };  // visible.glsl
@@ -25,7 +28,7 @@ layout(set = 0, binding = 7) readonly buffer Sinks { float sinks[]; };
 layout(set = 0, binding = 8) writeonly buffer Outputs { float outputs[]; };
 layout(set = 0, binding = 9) readonly buffer Slopes { float slopes[]; };
 layout(set = 0, binding = 10) writeonly buffer Rounded { uint rounded[]; };
-// The parts of splits: highest score, sum of weights, and sums of values; and how many of a head are stored.
+// The parts of splits: highest score, sum of weights, and sums of values; and how many are stored, by a workgroup's first head.
 layout(set = 0, binding = 11) coherent buffer Parts { float parts[]; };
 layout(set = 0, binding = 12) coherent buffer Stored { uint stored[]; };  // 0 before and after each run
 layout(push_constant) uniform Push {
@@ -33,13 +36,20 @@ layout(push_constant) uniform Push {
     float scale, cap;
 };
 
-const uint KV_BLOCKS = 8, LANES = 64;  // per split
+const uint KV_BLOCKS = 8, LANES = 64;  // per split, per head
 const uint VECTORS = (DIM + PER - 1u) / PER, VECTORS_V = (DIM_V + PER - 1u) / PER;
 const uint IN_WORD = PER / 4u, WORDS = (DIM_V + IN_WORD - 1u) / IN_WORD, OWN = (WORDS + LANES - 1u) / LANES;
 const uint CHANNELS = OWN * IN_WORD;  // of a value, per lane
-const uint FLOATS = 1, ROUNDED = 2, ROUNDING = LANES;
-shared vec4 query[(VECTORS * PER > DIM_V ? VECTORS * PER : DIM_V) / 4u];  // and at the end the result
-shared float weights[KV_BLOCK];
+const uint FLOATS = 1, ROUNDED = 2, ROUNDING = LANES * HEADS;
+const uint LOADS = (TILE + ROUNDING - 1u) / ROUNDING;  // per lane
+const bool FILLED = TILE % ROUNDING == 0u;  // each lane loads as many
+const uint AHEAD = KV == 2u ? 4u : 16u;  // places whose values are read at a time
+const uint AT_ONCE = TILE / KV_BLOCK;  // vectors of a KV block's keys
+const uint PLACES = TILE / VECTORS_V < KV_BLOCK ? TILE / VECTORS_V : KV_BLOCK;  // of values
+const uint QUERY = (VECTORS * PER > DIM_V ? VECTORS * PER : DIM_V) / 4u;
+shared vec4 query[HEADS * QUERY];  // [head][four channels], and at the end the result
+shared float weights[HEADS * KV_BLOCK];
+shared uint tile[4u * LOADS * ROUNDING];
 shared uint n_before;
 
 #include "softmax.glsl"
@@ -57,50 +67,91 @@ vec4 channels_of(uint word) {
     return vec4(ivec4(int(word << 24), int(word << 16), int(word << 8), int(word)) >> 24);
 }
 
-float key_score(uint base, uint place) {
+// Load n adjacent vectors of keys or values into shared memory, together with all lanes. whole: n is TILE; otherwise spare lanes
+// load the last one again, so that no load waits for a condition.
+void bring(bool of_keys, uint from, uint n, bool whole) {
+    uvec4 loaded[LOADS];
+    [[unroll]] for (uint i = 0; i < LOADS; i++) {
+        uint at = i * ROUNDING + gl_LocalInvocationIndex;
+        if (!whole) at = min(at, n - 1u);
+        loaded[i] = of_keys ? keys[from + at] : values[from + at];
+    }
+    barrier();  // until all lanes have read the old contents
+    [[unroll]] for (uint i = 0; i < LOADS; i++) {
+        const uint at = i * ROUNDING + gl_LocalInvocationIndex;
+        [[unroll]] for (uint c = 0; c < 4u; c++) tile[4u * at + c] = loaded[i][c];
+    }
+    barrier();
+}
+
+// Return the product of the head's query with the key of this lane's place.
+float key_score(uint base) {
+    const uint place = gl_LocalInvocationID.x, own = gl_LocalInvocationIndex / LANES * QUERY;
     float score = 0.0, block = 0.0;
-    for (uint first = 0; first < VECTORS; first += 4u) {
-        uvec4 words[4];
-        [[unroll]] for (uint v = 0; v < 4u; v++)
-            if (VECTORS % 4u == 0u || first + v < VECTORS) words[v] = keys[(base * VECTORS + first + v) * KV_BLOCK + place];
-        [[unroll]] for (uint v = 0; v < 4u; v++) {
-            if (VECTORS % 4u != 0u && first + v >= VECTORS) break;
-            const uint vector = first + v;
-            [[unroll]] for (uint i = 0; i < 4u; i++) {
-                const vec4 key = channels_of(words[v][i]);
-                [[unroll]] for (uint c = 0; c < IN_WORD; c++) {
-                    const uint channel = i * IN_WORD + c;
-                    const float q = query[vector * (PER / 4u) + channel / 4u][channel & 3u];
-                    block = fused(q, key[c], block);
+    for (uint from = 0; from < VECTORS; from += AT_ONCE) {
+        const uint n = min(AT_ONCE, VECTORS - from) * KV_BLOCK;
+        bring(true, (base * VECTORS + from) * KV_BLOCK, n, FILLED && VECTORS % AT_ONCE == 0u);
+        for (uint first = from; first < min(from + AT_ONCE, VECTORS); first += 8u)
+            [[unroll]] for (uint v = 0; v < 8u; v++) {
+                if (VECTORS % 8u != 0u && first + v >= VECTORS) break;
+                const uint vector = first + v;
+                [[unroll]] for (uint i = 0; i < 4u; i++) {
+                    const vec4 key = channels_of(tile[4u * ((vector - from) * KV_BLOCK + place) + i]);
+                    [[unroll]] for (uint c = 0; c < IN_WORD; c++) {
+                        const uint channel = i * IN_WORD + c;
+                        const float q = query[own + vector * (PER / 4u) + channel / 4u][channel & 3u];
+                        block = fused(q, key[c], block);
+                    }
+                }
+                if (KV == 2u && ((vector & 1u) == 1u || vector + 1u == VECTORS)) {
+                    const uint n_blocks = (DIM + 31u) / 32u;
+                    score = fused(key_scales[(base * n_blocks + vector / 2u) * KV_BLOCK + place], block, score);
+                    block = 0.0;
                 }
             }
-            if (KV == 2u && ((vector & 1u) == 1u || vector + 1u == VECTORS)) {
-                const uint n_blocks = (DIM + 31u) / 32u;
-                score = fused(key_scales[(base * n_blocks + vector / 2u) * KV_BLOCK + place], block, score);
-                block = 0.0;
-            }
-        }
     }
     return KV == 2u ? score : block;
 }
 
-vec4 values_of(uint word, uint at) {
-    precise vec4 value = channels_of(word);
-    if (KV == 2u) value = value * value_scales[at];
-    return value;
-}
-
-// Return the score of this lane's position p, or LOWEST if it is not visible.
+// Return the score of this lane's position p, or LOWEST if it is not visible. All lanes must call it.
 float score_of(uint p, uint first, uint last, uint base, uint token, uint head) {
-    if (p < first || p > last) return LOWEST;
-    precise float score = key_score(base, p % KV_BLOCK);
+    precise float score = key_score(base);
     if (CAPPED != 0u) score = soft_capped(cap, score);
     if (SLOPES != 0u) score = fused(slopes[head], -abs(float(positions[token]) - float(p)), score);
-    return score;
+    return p < first || p > last ? LOWEST : score;
+}
+
+// Add the weighted value of a place to a lane's sums. at: the place's first word in `tile`.
+void add_value(uint at, uint scales, uint place, uint o, inout float sums[CHANNELS]) {
+    precise vec4 value = channels_of(tile[at]);
+    if (KV == 2u) value = value * value_scales[scales + place];
+    const float weight = weights[gl_LocalInvocationIndex / LANES * KV_BLOCK + place];
+    [[unroll]] for (uint c = 0; c < IN_WORD; c++) sums[o * IN_WORD + c] = fused(weight, value[c], sums[o * IN_WORD + c]);
+}
+
+// Add the weighted values of the places [low, high] of a KV block to a lane's sums. All lanes must call it.
+void add_values(uint base, uint low, uint high, inout float sums[CHANNELS]) {
+    for (uint from = low; from <= high; from += PLACES) {
+        const uint n = min(PLACES, high + 1u - from), step = VECTORS_V * 4u;
+        if (FILLED && n * VECTORS_V == TILE)
+            bring(false, (base * KV_BLOCK + from) * VECTORS_V, TILE, true);
+        else
+            bring(false, (base * KV_BLOCK + from) * VECTORS_V, n * VECTORS_V, false);
+        [[unroll]] for (uint o = 0; o < OWN; o++) {
+            const uint word = o * LANES + gl_LocalInvocationID.x;
+            if (word >= WORDS) break;
+            const uint scales = (base * ((DIM_V + 31u) / 32u) + word / 8u) * KV_BLOCK;
+            uint place = 0;
+            for (; place + AHEAD <= n; place += AHEAD)
+                [[unroll]] for (uint i = 0; i < AHEAD; i++)
+                    add_value((place + i) * step + word, scales, from + place + i, o, sums);
+            for (; place < n; place++) add_value(place * step + word, scales, from + place, o, sums);
+        }
+    }
 }
 
 void store_part(uint part, State state, float sums[CHANNELS]) {
-    const uint lane = gl_LocalInvocationIndex, at = part * (DIM_V + 2u);
+    const uint lane = gl_LocalInvocationID.x, at = part * (DIM_V + 2u);
     if (lane == 0u) {
         parts[at] = state.highest;
         parts[at + 1u] = state.total;
@@ -112,7 +163,7 @@ void store_part(uint part, State state, float sums[CHANNELS]) {
         }
 }
 
-// Whether all other parts of a head are stored. The workgroup that stores the last part waits for none.
+// Whether all other parts of the heads are stored. The workgroup that stores the last part waits for none.
 bool is_last(uint head, uint n_others) {
     memoryBarrierBuffer();  // this workgroup's part is visible before it is counted
     barrier();
@@ -127,7 +178,7 @@ bool is_last(uint head, uint n_others) {
 
 // Add the parts of a head in order, relative to the highest score.
 void merge(uint row, uint first, uint last, inout float top, inout float total, inout float outs[CHANNELS]) {
-    const uint lane = gl_LocalInvocationIndex, stride = DIM_V + 2u;
+    const uint lane = gl_LocalInvocationID.x, stride = DIM_V + 2u;
     for (uint split = first; split <= last; split++) top = max(top, parts[(row + split) * stride]);
     for (uint split = first; split <= last; split++) {
         const uint at = (row + split) * stride;
@@ -145,7 +196,8 @@ void merge(uint row, uint first, uint last, inout float top, inout float total, 
 }
 
 void main() {
-    const uint lane = gl_LocalInvocationIndex, head = gl_WorkGroupID.x, token = gl_WorkGroupID.y;
+    const uint lane = gl_LocalInvocationID.x, row = gl_LocalInvocationIndex / LANES, token = gl_WorkGroupID.y;
+    const uint first_head = gl_WorkGroupID.x * HEADS, head = first_head + row;
     const uint table = positions[max_tokens + token] * n_kv_blocks, head_kv = head / (n_head / n_head_kv);
     const uint first = first_seen(token), last = last_seen(token);
     const uint first_split = first / (KV_BLOCKS * KV_BLOCK), last_split = last / (KV_BLOCKS * KV_BLOCK);
@@ -156,7 +208,7 @@ void main() {
     }
     for (uint i = lane; i < VECTORS * PER; i += LANES) {
         precise float q = i < DIM ? queries[token * in_stride + head * DIM + i] * scale : 0.0;
-        query[i / 4u][i & 3u] = q;
+        query[row * QUERY + i / 4u][i & 3u] = q;
     }
     barrier();
     // Splits are merged relative to their highest score, which must be known before the first one ends.
@@ -173,46 +225,27 @@ void main() {
         State state = State(LOWEST, 0.0);
         precise float sums[CHANNELS];
         [[unroll]] for (uint i = 0; i < CHANNELS; i++) sums[i] = 0.0;
-        const uint start = max(split * KV_BLOCKS, first / KV_BLOCK), end = min(split * KV_BLOCKS + KV_BLOCKS - 1u, last / KV_BLOCK);
+        const uint start = max(split * KV_BLOCKS, first / KV_BLOCK);
+        const uint end = min(split * KV_BLOCKS + KV_BLOCKS - 1u, last / KV_BLOCK);
         for (uint kv_block = start; kv_block <= end; kv_block++) {
             const uint base = tables[table + kv_block] * n_head_kv + head_kv, p = kv_block * KV_BLOCK + lane;
             const float score = score_of(p, first, last, base, token, head);
             const float highest = max(state.highest, largest_of(score));
             precise float below = score - highest, before = state.highest - highest;
             const float weight = p < first || p > last ? 0.0 : exp_of(below);
-            weights[lane] = weight;
+            weights[gl_LocalInvocationIndex] = weight;
             const float rescale = exp_of(before);
             state = State(highest, fused(state.total, rescale, sum_of(weight)));
-            const uint low = kv_block * KV_BLOCK < first ? first % KV_BLOCK : 0u, high = min(last - kv_block * KV_BLOCK, KV_BLOCK - 1u);
-            [[unroll]] for (uint o = 0; o < OWN; o++) {
-                const uint word = o * LANES + lane;
-                if (word >= WORDS) break;
-                [[unroll]] for (uint c = 0; c < IN_WORD; c++) sums[o * IN_WORD + c] = sums[o * IN_WORD + c] * rescale;
-                const uint n_blocks = (DIM_V + 31u) / 32u, step = VECTORS_V * 4u;
-                const uint scales = (base * n_blocks + word / 8u) * KV_BLOCK;
-                uint slot = low, at = (base * KV_BLOCK + low) * step + word;
-                for (; slot + 4u <= high + 1u; slot += 4u, at += 4u * step) {
-                    uint words[4];
-                    [[unroll]] for (uint s = 0; s < 4u; s++) words[s] = values[at + s * step];
-                    [[unroll]] for (uint s = 0; s < 4u; s++) {
-                        const vec4 value = values_of(words[s], scales + slot + s);
-                        [[unroll]] for (uint c = 0; c < IN_WORD; c++)
-                            sums[o * IN_WORD + c] = fused(weights[slot + s], value[c], sums[o * IN_WORD + c]);
-                    }
-                }
-                for (; slot <= high; slot++, at += step) {
-                    const vec4 value = values_of(values[at], scales + slot);
-                    [[unroll]] for (uint c = 0; c < IN_WORD; c++)
-                        sums[o * IN_WORD + c] = fused(weights[slot], value[c], sums[o * IN_WORD + c]);
-                }
-            }
-            barrier();
+            const uint low = kv_block * KV_BLOCK < first ? first % KV_BLOCK : 0u;
+            const uint high = min(last - kv_block * KV_BLOCK, KV_BLOCK - 1u);
+            [[unroll]] for (uint i = 0; i < CHANNELS; i++) sums[i] = sums[i] * rescale;
+            add_values(base, low, high, sums);
         }
         if (APART != 0u && first_split != last_split) {
-            const uint row = (token * n_head + head) * n_splits;
-            store_part(row + split, state, sums);
-            if (!is_last(token * n_head + head, last_split - first_split)) return;
-            merge(row, first_split, last_split, top, total, outs);
+            const uint part = (token * n_head + head) * n_splits;
+            store_part(part + split, state, sums);
+            if (!is_last(token * n_head + first_head, last_split - first_split)) return;
+            merge(part, first_split, last_split, top, total, outs);
             break;
         }
         if (from == to) top = max(top, state.highest);
@@ -233,14 +266,13 @@ void main() {
             precise float own = outs[o * IN_WORD + c] * inverse;
             if (channel >= DIM_V) break;
             if ((FORMS & FLOATS) != 0u) outputs[token * out_stride + head * DIM_V + channel] = own;
-            if ((FORMS & ROUNDED) != 0u) query[channel / 4u][channel & 3u] = own;
+            if ((FORMS & ROUNDED) != 0u) query[(row * DIM_V + channel) / 4u][channel & 3u] = own;
         }
     if ((FORMS & ROUNDED) == 0u) return;
     barrier();
-    const uint n_blocks = DIM_V / 32u;
-    for (uint at = 0; at < DIM_V; at += 4u * LANES) {
-        const uint channel = at + 4u * lane;
-        const vec4 x = channel < DIM_V ? query[channel / 4u] : vec4(0.0);
-        round_block(x, channel < DIM_V, (token * n_head + head) * n_blocks + channel / 32u, 0);
+    for (uint at = 0; at < HEADS * DIM_V; at += 4u * ROUNDING) {
+        const uint channel = at + 4u * gl_LocalInvocationIndex;
+        const vec4 x = channel < HEADS * DIM_V ? query[channel / 4u] : vec4(0.0);
+        round_block(x, channel < HEADS * DIM_V, ((token * n_head + first_head) * DIM_V + channel) / 32u, 0);
     }
 }

@@ -16,7 +16,10 @@ float block_sum(float w[32], uint start, uint block) {
 void main() {
     const uint row = gl_LocalInvocationID.x, lane = gl_LocalInvocationID.y, r = gl_WorkGroupID.x * 32u + row;
     const uint n_blocks = (n_cols + 31u) / 32u, n_chunks = (n_blocks + CHUNK - 1u) / CHUNK;
-    const Place place = place_of(gl_WorkGroupID.y * TOKENS, n_cols);
+    const Place place = place_of(gl_WorkGroupID.y);
+    if (EXPERTS != 0u && place.expert == NONE) return;
+    uint starts[TOKENS];
+    [[unroll]] for (uint t = 0; t < TOKENS; t++) starts[t] = start_of(place, t, n_cols);
     const uint tile = first_tile + gl_WorkGroupID.x + place.expert * gl_NumWorkGroups.x;
     const bool wanted = is_wanted(r, place.first);
     precise float total = 0.0;
@@ -29,10 +32,7 @@ void main() {
             for (uint block = chunk * CHUNK; block < end; block++) {
                 float w[32];
                 decode(tile, block, row, n_blocks, tile, w);
-                for (uint t = 0; t < TOKENS; t++) {
-                    const uint start = min(place.start + t * in_stride, (n_tokens - 1u) * in_stride);
-                    sums[t] = sums[t] + block_sum(w, EXPERTS == 0u ? start : place.start, block);
-                }
+                [[unroll]] for (uint t = 0; t < TOKENS; t++) sums[t] = sums[t] + block_sum(w, starts[t], block);
             }
         }
         for (uint t = 0; t < TOKENS; t++) parts[(lane * TOKENS + t) * 32u + row] = sums[t];

@@ -9,8 +9,10 @@ shared vec4 values[8][32];          // [four columns][token]
 void main() {
     const uint lane = gl_LocalInvocationIndex, own = lane & 31u, side = lane / 32u;
     const uint rows = gl_LocalInvocationID.x, tokens = gl_LocalInvocationID.y;  // every eighth, starting here
-    const uint tile = first_tile + gl_WorkGroupID.x, first = gl_WorkGroupID.y * 32u, n_blocks = (n_cols + 31u) / 32u;
-    const uint start = min(first + own, n_tokens - 1u) * (in_stride / 4u);
+    const Place place = place_of(gl_WorkGroupID.y);
+    if (EXPERTS != 0u && place.expert == NONE) return;
+    const uint n_blocks = (n_cols + 31u) / 32u, start = start_of(place, own, n_cols) / 4u;
+    const uint tile = first_tile + gl_WorkGroupID.x + place.expert * gl_NumWorkGroups.x;
     precise float totals[16], sums[16];
     [[unroll]] for (uint i = 0; i < 16u; i++) totals[i] = 0.0;
     for (uint chunk = 0; chunk < n_blocks; chunk += CHUNK) {
@@ -39,6 +41,6 @@ void main() {
         }
         [[unroll]] for (uint i = 0; i < 16u; i++) totals[i] = totals[i] + sums[i];
     }
-    const Place place = place_of(first + tokens, n_cols);
-    [[unroll]] for (uint i = 0; i < 16u; i++) put(place, i / 4u * 8u, gl_WorkGroupID.x * 32u + rows + (i & 3u) * 8u, totals[i]);
+    [[unroll]] for (uint i = 0; i < 16u; i++)
+        put(place, tokens + i / 4u * 8u, gl_WorkGroupID.x * 32u + rows + (i & 3u) * 8u, totals[i]);
 }

@@ -7,10 +7,11 @@
 layout(constant_id = 3) const uint ROWS = 16;
 layout(constant_id = 4) const uint SIDE = 16;  // a lane has SUMS / SIDE of the sixteen sums
 layout(constant_id = 6) const uint ACTIVATION = 0;
+layout(constant_id = 7) const uint AHEAD = 4;  // blocks of a lane that are read at a time, a multiple of OWN
 layout(local_size_x_id = 3, local_size_y_id = 4) in;
 layout(set = 0, binding = 7) writeonly buffer Rounded { uint rounded[]; };
 
-const uint OWN = SUMS / SIDE, AHEAD = TOKENS == 1u ? 4u : 2u;
+const uint OWN = SUMS / SIDE;
 const uint ROUNDING = RESULT == GATED_ROUNDED ? ROWS * SIDE : 8u;
 // A turn is ROWS rows of gate or up; a rounded block has 32 neurons.
 const uint TURNS = RESULT == GATED_ROUNDED ? 2u * 32u / ROWS : 2u;
@@ -88,30 +89,28 @@ void put_neurons(Place place, uint tiles, uint starts[TOKENS]) {
                 precise float both = activated(gates[side * ROWS + x], threshold, vec3(0.0)) * total;
                 if (RESULT == GATED_ROUNDED)
                     neurons[side * 32u + turn / 2u * ROWS + x] = both;
-                else if (neuron < n_rows && place.token + side < n_tokens)
-                    outputs[(place.token + side) * out_stride + first_out + neuron] = both;
+                else if (neuron < n_rows && place.first + side < n_tokens)
+                    outputs[(place.first + side) * out_stride + first_out + neuron] = both;
             }
         }
         barrier();
     }
     if (RESULT != GATED_ROUNDED) return;
     const uint lane = gl_LocalInvocationIndex, token = lane / 8u;
-    const bool is_there = token < TOKENS && place.token + token < n_tokens;
+    const bool is_there = token < TOKENS && place.first + token < n_tokens;
     vec4 of_lane = vec4(0.0);
     if (is_there)
         [[unroll]] for (uint c = 0; c < 4u; c++) of_lane[c] = neurons[4u * lane + c];
-    round_block(of_lane, is_there, (place.token + token) * out_stride + first_out / 32u + gl_WorkGroupID.x, 0);
+    round_block(of_lane, is_there, (place.first + token) * out_stride + first_out / 32u + gl_WorkGroupID.x, 0);
 }
 
 void main() {
     const uint x = gl_LocalInvocationID.x, side = gl_LocalInvocationID.y;
-    // An expert without a slot: the CPU computes it.
-    if (EXPERTS != 0u && routes[gl_WorkGroupID.y / n_used * route_stride + gl_WorkGroupID.y % n_used] < 0.0) return;
-    const Place place = place_of(gl_WorkGroupID.y * TOKENS, n_cols / 32u);
+    const Place place = place_of(gl_WorkGroupID.y);
+    if (EXPERTS != 0u && place.expert == NONE) return;
     const uint first = gl_WorkGroupID.x * ROWS, r = first + x, tiles = (n_rows + 31u) / 32u;
     uint starts[TOKENS];
-    [[unroll]] for (uint t = 0; t < TOKENS; t++)
-        starts[t] = EXPERTS != 0u ? place.start : min(place.first + t, n_tokens - 1u) * in_stride;
+    [[unroll]] for (uint t = 0; t < TOKENS; t++) starts[t] = start_of(place, t, n_cols / 32u);
     if (RESULT >= GATED) {
         put_neurons(place, tiles, starts);
         return;

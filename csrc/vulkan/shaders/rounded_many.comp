@@ -50,8 +50,10 @@ void join(inout float sums[16], float others[16]) {
 
 void main() {
     const uint rows = gl_LocalInvocationID.x, tokens = gl_LocalInvocationID.y, group = gl_LocalInvocationID.z;
-    const uint tile = first_tile + gl_WorkGroupID.x, first = gl_WorkGroupID.y * 32u, n_blocks = n_cols / 32u;
-    const uint start = min(first + (gl_LocalInvocationIndex & 31u), n_tokens - 1u) * in_stride;
+    const Place place = place_of(gl_WorkGroupID.y);
+    if (EXPERTS != 0u && place.expert == NONE) return;
+    const uint n_blocks = n_cols / 32u, start = start_of(place, gl_LocalInvocationIndex & 31u, n_blocks);
+    const uint tile = first_tile + gl_WorkGroupID.x + place.expert * ((n_rows + 31u) / 32u);
     const uint of_rows = group * SIZE + rows, of_tokens = group * SIZE + tokens;
     float sums[16], waiting[2][16];
     for (uint turn = 0; turn < SUMS / GROUPS; turn++) {
@@ -112,6 +114,6 @@ void main() {
         }
     }
     if (group != 0u) return;
-    const Place to = place_of(first + tokens * 4u, n_blocks);
-    [[unroll]] for (uint i = 0; i < 16u; i++) put(to, i / 4u, gl_WorkGroupID.x * 32u + rows * 4u + (i & 3u), sums[i]);
+    [[unroll]] for (uint i = 0; i < 16u; i++)
+        put(place, tokens * 4u + i / 4u, gl_WorkGroupID.x * 32u + rows * 4u + (i & 3u), sums[i]);
 }

@@ -23,9 +23,10 @@ from hotset.backends.vulkan.shapes import (
     WorkgroupShape,
     default_shapes,
 )
+from hotset.backends.vulkan.weights import COMPUTED, FLOATS
 from hotset.errors import OutOfMemoryError
 from hotset.formats.gguf import TensorInfo
-from hotset.formats.quants import GGMLType
+from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.graph import Graph
 from hotset.model.operations import Embed, Linear, SelectOutputs
 
@@ -33,7 +34,7 @@ AMD, INTEL, NVIDIA = 0x1002, 0x8086, 0x10DE
 CARD = VulkanInfo(0, "a card", "discrete", "1.2.3", "1.3", 8 << 30, 8 << 30, "", [], 32, NVIDIA)
 Q4, Q6, Q8 = GGMLType.Q4_0, GGMLType.Q6_K, GGMLType.Q8_0
 WISHED = ProductShapes(
-    WorkgroupShape(8, 8), WorkgroupShape(4, 16), WorkgroupShape(16, 8), WorkgroupShape(8, 16), 24
+    WorkgroupShape(8, 8), WorkgroupShape(4, 16), WorkgroupShape(16, 8), WorkgroupShape(8, 16), 24, 8, 4
 )
 
 
@@ -95,7 +96,9 @@ def test_another_driver_is_measured_again(kept: Path, facts: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    "damaged", [7, {}, {"one": [64, 4]}, {"one": "16"}, {"most_few": 1000}, {"one": [16]}], ids=str
+    "damaged",
+    [7, {}, {"one": [64, 4]}, {"one": "16"}, {"most_few": 1000}, {"ahead": 3}, {"one": [16]}],
+    ids=str,
 )
 def test_damaged_measurement_is_repeated(kept: Path, damaged: Any) -> None:
     Made().tuned(kept)
@@ -123,7 +126,7 @@ def test_measuring_is_bounded(kept: Path, monkeypatch: pytest.MonkeyPatch) -> No
     made = Made()
     shapes = made.tuned(kept, Q4, Q6)
     assert len(made.steps) == 11
-    assert shapes.of(Q4) == replace(ProductShapes(), one=WISHED.one, one_large=WISHED.one_large)
+    assert shapes.of(Q4) == replace(ProductShapes(), one=WISHED.one, ahead=WISHED.ahead)
     assert Q6 not in shapes.tuned
     again = Made()
     assert again.tuned(kept, Q4, Q6).of(Q6).one == WISHED.one
@@ -163,6 +166,31 @@ def test_no_memory_to_measure_in(kept: Path) -> None:
     shapes = Full().tuned(kept, Q4, Q8)
     assert (shapes.of(Q4), shapes.of(Q8)) == (ProductShapes(), WISHED)
     assert Made().tuned(kept).of(Q4) == WISHED
+
+
+def test_a_table_replaces_measurements(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the file of one machine as the table of others, for any driver; own measurements come first."""
+    Made().tuned(kept)
+    monkeypatch.setattr(autotune, "TABLES", tmp_path / "tables")
+    table = autotune.file_of(CARD, autotune.TABLES)
+    assert table.name == "a-card.json"
+    table.parent.mkdir()
+    table.write_bytes(kept.read_bytes())
+    other, own, made = replace(CARD, driver="9.9"), tmp_path / "own.json", Made(ProductShapes())
+    assert made.tuned(own, info=other).of(Q4) == WISHED
+    assert not made.steps
+    assert made.tuned(own, Q8, info=other).of(Q8) == ProductShapes()
+    table.write_text("{")
+    Made(replace(WISHED, ahead=2)).tuned(own, info=other)
+    table.write_bytes(kept.read_bytes())
+    assert autotune.known_shapes(other, own).of(Q4).ahead == 2
+    assert autotune.known_shapes(replace(other, name="another card"), own).tuned == {}
+
+
+@pytest.mark.parametrize("type_", [type_ for type_ in COMPUTED if type_ not in FLOATS], ids=lambda t: t.name)
+def test_a_measured_step_reads_more_than_caches_hold(type_: GGMLType) -> None:
+    n_bytes = autotune.n_large(type_) * row_bytes(type_, autotune.WIDTH) * 4 * autotune.WIDTH
+    assert 3 * autotune.CACHE_BYTES <= n_bytes < 4 * autotune.CACHE_BYTES
 
 
 def test_defaults() -> None:

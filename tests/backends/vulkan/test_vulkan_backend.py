@@ -222,8 +222,8 @@ def test_the_validation_layer_finds_a_missing_barrier(gguf: GGUFFile) -> None:
     kernel = kernels.get("elementwise", [0, 0])
     push = np.array([64] * 5 + [0] * 5, np.uint32).tobytes()
     first, second, third = ((buffer, at, 256, False) for at in (0, 256, 512))
-    program.dispatch(kernel, [first, first, second], push, (1, 1, 1))
-    program.dispatch(kernel, [second, second, third], push, (1, 1, 1))
+    program.dispatch(kernel, [first, first, second, first], push, (1, 1, 1))
+    program.dispatch(kernel, [second, second, third, second], push, (1, 1, 1))
     with pytest.raises(DeviceError, match="SYNC-HAZARD"):
         program.finish()
     backend.close()

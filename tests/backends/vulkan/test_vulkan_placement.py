@@ -23,6 +23,7 @@ import hotset
 from hotset.backends.device.planning import KEPT_FREE
 from hotset.backends.vulkan import autotune, budget, detection, devices, planning
 from hotset.backends.vulkan.devices import VulkanInfo, find_device
+from hotset.backends.vulkan.kernels import Recorder
 from hotset.backends.vulkan.pipelines import open_device
 from hotset.backends.vulkan.report import VulkanRates
 from hotset.backends.vulkan.shapes import ProductShapes, WorkgroupShape
@@ -315,22 +316,36 @@ def test_a_device_is_measured_once(tmp_path: Path) -> None:
 
 
 def test_autotuning_measures_running_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check steps with the kernels that run later. Their memory is freed, and never exceeds the budget."""
+    """Check steps with the kernels that run later. Their memory is freed, and never exceeds the budget.
+
+    Each step reads three times the bytes of the cache.
+    """
     info = replace(find_device("vulkan"), kind="discrete")
     device, default = open_device(info), {name: (own,) for name, own in asdict(ProductShapes()).items()}
     monkeypatch.setattr(autotune, "CANDIDATES", default)
     monkeypatch.setattr(autotune, "SECONDS", 1e6)
-    steps, ran = autotune.MEASURED, list[int]()
-    rerun = VulkanStage.rerun
-    monkeypatch.setattr(VulkanStage, "rerun", lambda self, n=1: (ran.append(n), rerun(self, n)))
+    monkeypatch.setattr(autotune, "CACHE_BYTES", 1 << 20)
+    ran, read = list[int](), [0]
+    rerun, add = VulkanStage.rerun, Recorder.add
+
+    def counted(self: Recorder, *arguments: Any) -> None:
+        read[-1] += arguments[5] if len(arguments) > 5 else 0
+        add(self, *arguments)
+
+    def run(self: VulkanStage, n: int = 1) -> None:
+        ran.append(n)
+        read.append(0)
+        rerun(self, n)
+
+    monkeypatch.setattr(Recorder, "add", counted)
+    monkeypatch.setattr(VulkanStage, "rerun", run)
     for width, limit, tuned in ((4096, 1 << 20, set()), (256, 64 << 20, {GGMLType.Q4_0})):
-        small = {name: (n_rows * width // 4096, n, counts) for name, (n_rows, n, counts) in steps.items()}
-        monkeypatch.setattr(autotune, "MEASURED", small)
         monkeypatch.setattr(autotune, "WIDTH", width)
         device.limit(limit)
         assert autotune.tuned(info, device, [GGMLType.Q4_0]).tuned.keys() == tuned
         assert device.allocated == 0
     assert set(ran) == {1, 4, 8, 16, 24}
+    assert 3 << 20 <= min(filter(None, read)) < 4 << 20  # in the steps that were recorded
 
 
 GATES = 2  # from this kind of result on, a product of gates, whose workgroups are not tuned
@@ -361,7 +376,10 @@ def test_a_load_tunes_its_device_once(tmp_path: Path, card: Any, monkeypatch: py
             assert {key[4:6] for key in products if key[6] < GATES} == {chosen}
             backend.close()
     shown = inside("doctor").stdout
-    assert "Q4_0 8×8 and 8×8 for one token, 8×8 and 8×8 for several up to 8" in " ".join(shown.split())
+    assert (
+        "Q4_0 8×8 and 8×8 for one token, 8×8 and 8×8 for several up to 8, 4 and 2 blocks ahead"
+        in " ".join(shown.split())
+    )
 
 
 def test_doctor_and_plan_list_devices(tmp_path: Path) -> None:

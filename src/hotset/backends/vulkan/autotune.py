@@ -2,10 +2,14 @@
 
     shapes = tuned(info, device, product_types(graph, tensors))
 
-The first load of a weight type on a device measures the candidates (shapes.py) with the real kernels.
-machine.json keeps the fastest shapes for each device, driver and version. All types of a load share two
-seconds; unmeasured types keep their defaults. HOTSET_AUTOTUNE=0 disables tuning. Software drivers, which
-compute on the CPU, are never tuned.
+The first load of a weight type on a device measures the candidates (shapes.py) with the real kernels and the
+device's own timestamps. A step reads at least three times the bytes of a last-level cache, so that weights
+come from memory. A file per device keeps the fastest shapes, by driver and version. All types of a
+load share two seconds; unmeasured types keep their defaults. HOTSET_AUTOTUNE=0 disables tuning. Software
+drivers, which compute on the CPU, are never tuned.
+
+Copied to the folder `tuned` of this package, such a file is a device's table. It is used with every driver
+instead of measuring.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import re
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,29 +32,33 @@ import numpy as np
 from hotset.backends.stage import BackendOptions
 from hotset.backends.vulkan.devices import NAME, VulkanInfo, validates
 from hotset.backends.vulkan.shapes import CANDIDATES, DeviceShapes, ProductShapes, default_shapes
-from hotset.backends.vulkan.stage import OpenDevice, VulkanStage
+from hotset.backends.vulkan.stage import Loaded, OpenDevice, VulkanStage
 from hotset.backends.vulkan.steps import rounded_input
-from hotset.backends.vulkan.weights import COMPUTED
+from hotset.backends.vulkan.weights import COMPUTED, TILE, VulkanWeights, tile_bytes
 from hotset.errors import HotsetError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.graph import Graph
 from hotset.model.operations import Embed, Linear, SelectOutputs
-from hotset.placement.machine import HeldWeights, keep, known, machine_file, median_seconds
+from hotset.placement.machine import HeldWeights, keep, known, machine_file
 
 if TYPE_CHECKING:
     from hotset import _core
     from hotset.reporter import Reporter
 
+TABLES = Path(__file__).parent / "tuned"  # files of devices, which the package contains
 WIDTH = 4096  # inputs of the measured matrices
 SECONDS = 2.0  # for all types of a load
-_EACH = 0.01  # seconds to measure one step, at least three runs
+_RUNS = 5  # of a step, whose median counts
+CACHE_BYTES = 128 << 20  # of the largest last-level cache of a desktop GPU
+CACHES = 3
 _FASTER = 0.97  # a candidate must take less than this share of the default's seconds; the rest is noise
-# For each field: rows of a matrix, matrices per step, and the token counts whose step times are added up.
-MEASURED: Mapping[str, tuple[int, int, tuple[int, ...]]] = {
-    "one": (WIDTH, 8, (1,)), "one_large": (4 * WIDTH, 2, (1,)), "few": (WIDTH, 8, (4,)),
-    "most_few": (WIDTH, 8, (8, 16, 24)), "few_large": (4 * WIDTH, 2, (4,)),
+# For each field: whether its matrices are large, and the token counts whose step times are added up.
+MEASURED: Mapping[str, tuple[bool, tuple[int, ...]]] = {
+    "one": (False, (1,)), "ahead": (False, (1,)), "one_large": (True, (1,)), "few": (False, (4,)),
+    "few_ahead": (False, (4,)), "most_few": (False, (8, 16, 24)), "few_large": (True, (4,)),
 }  # fmt: skip
+_PARTS = 4  # square matrices in a large one
 
 Measure = Callable[[ProductShapes, str], float]  # seconds with these shapes, for choosing the named field
 
@@ -67,7 +77,7 @@ def tuned(
 
     path: the file that keeps the shapes. measuring, clock: replacements for tests.
     """
-    path, measuring = path or machine_file(), measuring or partial(_steps, info, device)
+    path, measuring = path or file_of(info), measuring or partial(_steps, info, device)
     default, found = default_shapes(info), dict(known_shapes(info, path).tuned)
     missing = [] if why_untuned(info) else [type_ for type_ in types if type_ not in found]
     if missing and progress is not None:
@@ -112,12 +122,21 @@ def why_untuned(info: VulkanInfo) -> str:
 
 
 def known_shapes(info: VulkanInfo, path: Path | None = None) -> DeviceShapes:
-    """Return the shapes that earlier loads measured on a device, without measuring."""
-    kept, found = known(path or machine_file()), dict[GGMLType, ProductShapes]()
+    """Return the shapes that earlier loads measured on a device, or else its table, without measuring."""
+    kept, found = known(path or file_of(info)), dict[GGMLType, ProductShapes]()
+    table = {key.rpartition(" | ")[2]: one for key, one in known(file_of(info, TABLES)).items()}
     for type_ in () if why_untuned(info) else COMPUTED:
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            found[type_] = _kept(kept[_key(info, type_)])
+        key = _key(info, type_)
+        for entry in (table.get(key.rpartition(" | ")[2]), kept.get(key)):
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                found[type_] = _kept(entry)
     return DeviceShapes(default_shapes(info), found)
+
+
+def file_of(info: VulkanInfo, folder: Path | None = None) -> Path:
+    """Return the path of a device's file in a folder; None: the folder with measurements of this machine."""
+    name = re.sub(r"[^a-z0-9]+", "-", info.name.lower()).strip("-")
+    return (folder or machine_file().parent / "tuned") / f"{name}.json"
 
 
 def product_types(graph: Graph, tensors: Mapping[str, TensorInfo]) -> list[GGMLType]:
@@ -143,7 +162,7 @@ def _key(info: VulkanInfo, type_: GGMLType) -> str:
     return f"{device_key(info)} | products of {type_.name}"
 
 
-def _kept(found: Mapping[str, Any]) -> ProductShapes:
+def _kept(found: Any) -> ProductShapes:
     """Rebuild shapes from the dictionary that asdict made.
 
     Raises ValueError if a value is not a candidate, KeyError or TypeError if a field is missing or malformed.
@@ -155,24 +174,46 @@ def _kept(found: Mapping[str, Any]) -> ProductShapes:
     return ProductShapes(**values)
 
 
+def n_large(type_: GGMLType) -> int:
+    """Return the large matrices of a measured step, which together exceed every cache."""
+    each = sum(tile_bytes(type_, WIDTH)) * (_PARTS * WIDTH // TILE)
+    return -(-CACHES * CACHE_BYTES // each)
+
+
 @contextlib.contextmanager
 def _steps(info: VulkanInfo, device: _core.VulkanDevice, type_: GGMLType) -> Iterator[Measure]:
-    """Yield a function that measures steps of products on an open device."""
+    """Yield a function that measures steps of products on an open device.
+
+    The matrices are uninitialised memory, since times do not depend on weights. Square ones are parts of the
+    large ones.
+    """
+    n, opened = n_large(type_), OpenDevice.of(info, device)
     with contextlib.ExitStack() as closing:
+        models = {
+            is_large: products(n if is_large else _PARTS * n, type_, (_PARTS if is_large else 1) * WIDTH)
+            for is_large in (False, True)
+        }
+        weights = VulkanWeights(models[True][0], device)
+        for i in range(n):
+            matrix = weights.once(
+                ("w", i, _PARTS * WIDTH), lambda: weights.empty(type_, 1, _PARTS * WIDTH, WIDTH)
+            )
+            for part in range(_PARTS):
+                weights.kept["w", _PARTS * i + part, WIDTH] = matrix.rows(part * WIDTH, WIDTH)
         stages = {}
-        for n_rows, n in {(n_rows, n) for n_rows, n, _ in MEASURED.values()}:
-            model = products(n, type_, n_rows)
-            opened = OpenDevice.of(info, device)
-            stages[n_rows] = VulkanStage(*model, opened, BackendOptions(n_blocks=1, max_batch=32))
-            closing.callback(stages[n_rows].close)
+        for is_large, model in models.items():
+            options, loaded = BackendOptions(n_blocks=1, max_batch=32), Loaded(weights)
+            stages[is_large] = VulkanStage(*model, opened, options, loaded=loaded)
+            closing.callback(stages[is_large].close)
+        stages[True].start_timing()
 
         def seconds_of(shapes: ProductShapes, name: str) -> float:
-            n_rows, _, counts = MEASURED[name]
-            stage, seconds = stages[n_rows], 0.0
+            is_large, counts = MEASURED[name]
+            stage, seconds = stages[is_large], 0.0
             stage.take_shapes(DeviceShapes(shapes))
             for n in counts:
                 stage.rerun(n)  # records the step and compiles its kernels
-                seconds += median_seconds(partial(stage.rerun, n), _EACH)
+                seconds += statistics.median(stage.device_seconds(n) for _ in range(_RUNS))
             return seconds
 
         yield seconds_of
@@ -190,7 +231,8 @@ def products(n: int, type_: GGMLType, n_rows: int) -> tuple[HeldWeights, Graph]:
     weights.add("w", (WIDTH, n_rows + n), type_, rows)
     x = graph.add(Embed(graph.value("embedding", WIDTH), "x"))
     for i in range(n):
-        out = graph.add(Linear(graph.value(f"{i}", n_rows), x, "w", first_row=i))
+        # Products of one input share a dispatch, except in an FFN.
+        out = graph.add(Linear(graph.value(f"{i}", n_rows), x, "w", first_row=i, part="ffn"))
         x = out if n_rows == WIDTH else x
     graph.add(SelectOutputs(graph.value("logits", WIDTH), x))
     return weights, graph

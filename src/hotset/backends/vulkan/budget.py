@@ -174,6 +174,9 @@ def expert_cache_bytes(ffns: Sequence[ops.Ffn], tensors: Mapping[str, TensorInfo
         n_pieces = 2 * len(layout.matrices) + len(layout.biases)
         n_bytes += expert_bytes(ffn, tensors) + n_pieces * planned_spare(OWN_FROM)
     tables = ALIGNMENT * len(ffns) + PAGE
+    tables += 2 * aligned(
+        _NUMBER * sum(op.route.x.width for op in ffns if op.route is not None)
+    )  # group.comp
     routes = max(aligned(_NUMBER * max_batch * ffn.route.out.width) for ffn in ffns if ffn.route is not None)
     return n_bytes + tables + routes + sum(exchange_bytes(ffns, max_batch)) + 2 * PAGE
 
@@ -209,7 +212,11 @@ def cache_pieces(op: Primitive, kv_type: KVType, n_blocks: int, n_states: int) -
 
 
 def workspace_bytes(
-    graph: Graph, tensors: Mapping[str, TensorInfo], max_batch: int, n_blocks: int, n_states: int
+    graph: Graph,
+    tensors: Mapping[str, TensorInfo],
+    max_batch: int,
+    n_blocks: int,
+    n_states: int,
 ) -> int:
     """Return an upper bound on the workspace bytes of a stage with some layers of a graph.
 
@@ -221,7 +228,9 @@ def workspace_bytes(
     residual = Value(-1, graph.ops[0].out.width, "residual")
     sizes = [
         values,
-        InputShape.of(graph, residual, max_batch=max_batch, n_blocks=n_blocks, n_states=n_states).nbytes,
+        InputShape.of(
+            graph, residual, heads_of=lambda _: 1, max_batch=max_batch, n_blocks=n_blocks, n_states=n_states
+        ).nbytes,
         4 * OUTPUT_ROWS * stride_of(graph.result),
         4 * max_batch * stride_of(residual),  # the result of a part without the output
         candidates.scratch_bytes(graph.result.width, OUTPUT_ROWS),

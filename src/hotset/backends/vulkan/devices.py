@@ -18,7 +18,7 @@ class VulkanInfo:
 
     kind: discrete, integrated, virtual, software or other. api: the Vulkan version, such as "1.3.230".
     memory, free: bytes of its own memory, or of the memory it shares with the host. refusal: why it cannot
-    be used; empty if it can. features: its optional features, for display. subgroup: lanes of a subgroup.
+    be used; empty if it can. features: its optional features. subgroup: lanes of a subgroup.
     vendor: the PCI vendor number.
     """
 
@@ -38,6 +38,11 @@ class VulkanInfo:
     def is_software(self) -> bool:
         """Return whether the device computes on the CPU; such devices are for tests."""
         return self.kind == "software"
+
+    @property
+    def has_timelines(self) -> bool:
+        """Return whether layers can be split between the device and the CPU (csrc/vulkan/program.h)."""
+        return "timeline semaphores" in self.features
 
     @property
     def shares_memory(self) -> bool:

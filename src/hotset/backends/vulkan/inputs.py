@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,8 @@ class InputShape:
     """The sizes of a part's inputs.
 
     n_states: state slots; 0 if the part has no recurrent state. entering: floats of a row of each value that
-    the host writes. ropes, heads, tiles: the distinct rotations, head counts, and counts of state tiles.
+    the host writes. ropes, heads, tiles: the distinct rotations, counts of groups of heads, and
+    counts of state tiles.
     """
 
     max_batch: int
@@ -39,11 +40,22 @@ class InputShape:
 
     @classmethod
     def of(
-        cls, graph: Graph, entering: Value | None, *, max_batch: int, n_blocks: int, n_states: int
+        cls,
+        graph: Graph,
+        entering: Value | None,
+        *,
+        heads_of: Callable[[ops.Attention], int],
+        max_batch: int,
+        n_blocks: int,
+        n_states: int,
     ) -> InputShape:
-        """Return the shape for a part of a graph. entering: its input value; None if it reads the tokens."""
+        """Return the shape for a part of a graph.
+
+        entering: its input value; None if it reads the tokens. heads_of: the heads of attention's workgroups.
+        """
         values = [op.out for op in graph.ops if isinstance(op, ops.Embed | ops.NgramEmbed | ops.PositionGain)]
         values += [entering] if entering else []
+        attention = (op for op in graph.ops if isinstance(op, ops.Attention))
         scans = (op for op in graph.recurrent if not isinstance(op, ops.ShortConv | ops.NgramEmbed))
         return cls(
             max_batch,
@@ -51,7 +63,7 @@ class InputShape:
             n_states if graph.recurrent else 0,
             tuple(dict.fromkeys(op.rope for op in graph.ops if isinstance(op, ops.Rotate))),
             {value: stride_of(value) for value in values},
-            tuple(dict.fromkeys(op.n_head for op in graph.ops if isinstance(op, ops.Attention))),
+            tuple(dict.fromkeys(op.n_head // heads_of(op) for op in attention)),
             tuple(dict.fromkeys(tiles_of(op) for op in scans)),
         )
 
@@ -65,7 +77,7 @@ class InputShape:
         }  # fmt: skip
         words |= {rope: most * rope.n_rot for rope in self.ropes}
         words |= {value: most * stride for value, stride in self.entering.items()}
-        words |= {("heads", n_head): 3 for n_head in self.heads}
+        words |= {("heads", n_groups): 3 for n_groups in self.heads}
         return words | {("tiles", n_tiles): 3 for n_tiles in self.tiles}
 
     @property
@@ -102,7 +114,7 @@ class VulkanInputs:
     [max_batch, n_blocks]. "outputs": uint32 [OUTPUT_ROWS]. "thresholded": float32 [max_batch]. "states":
     uint32 [4, max_batch] (csrc/vulkan/shaders/states.glsl). A Rope: angles, float32 [max_batch, n_rot / 2,
     2]. An entering Value: its rows, float32 [max_batch, stride]. ("heads", n) and ("tiles", n): uint32 [3],
-    the workgroups of a split attention with n heads, and of a scan with n tiles (tiles_of).
+    the workgroups of a split attention with n groups of heads, and of a scan with n tiles (tiles_of).
     """
 
     def __init__(self, device: _core.VulkanDevice, shape: InputShape) -> None:
@@ -136,7 +148,7 @@ class VulkanInputs:
     def groups_of(self, kind: str, number: int) -> tuple[_core.VulkanBuffer, int]:
         """Return the buffer and the offset of a number of workgroups.
 
-        kind: "heads" for an attention with `number` heads, "tiles" for a scan with `number` tiles.
+        kind: "heads" for an attention with `number` groups of heads, "tiles" for a scan with `number` tiles.
         """
         return self.buffer, self._pieces[kind, number].offset
 
@@ -155,8 +167,8 @@ class VulkanInputs:
             rotation.write(batch.positions, last, angles[:n])
         for value, values in rows.items():
             self._rows[value][:n] = values
-        for n_head in self._heads:
-            self._words["heads", n_head][:] = n_head, n, last // SPLIT + 1
+        for n_groups in self._heads:
+            self._words["heads", n_groups][:] = n_groups, n, last // SPLIT + 1
         if self._n_states:
             self._fill_states(batch)
 

@@ -11,9 +11,9 @@ from importlib.resources import files
 import numpy as np
 
 from hotset import _core
-from hotset.backends.vulkan.shapes import DeviceShapes
+from hotset.backends.vulkan.shapes import AttentionShape, DeviceShapes, attention_shape
 from hotset.backends.vulkan.timings import Dispatch, DispatchTimings
-from hotset.model.operations import Value
+from hotset.model.operations import Attention, Value
 
 _LANES = 64  # lanes of a workgroup in elementwise kernels
 
@@ -34,8 +34,9 @@ KERNELS = {
     "attention": _Shape(13, "10I2f"),
     "candidates": _Shape(2, "3I"),
     "conv": _Shape(6, "6I"),
-    "elementwise": _Shape(3, "6I4f"),
+    "elementwise": _Shape(4, "6I4f"),
     "expert_sum": _Shape(4, "5I"),
+    "group": _Shape(2, "5I"),
     "head_dot": _Shape(5, "6I"),
     "heads": _Shape(3, "8I"),
     "linear_few": _Shape(7, "13If7I"),
@@ -100,6 +101,10 @@ class VulkanKernels:
         fused = np.array_equal(lost.view(np.float32), rounded_away)
         return bool(exact.all()) and np.array_equal(dots, expected), fused
 
+    def attention(self, op: Attention) -> AttentionShape:
+        """Return the shape of a workgroup of an attention."""
+        return attention_shape(op, self.device.max_lanes, self.device.shared_bytes)
+
     def get(self, name: str, constants: Sequence[int]) -> _core.VulkanKernel:
         """Return a kernel with these specialisation constants, numbered from 0."""
         key = name, *constants
@@ -132,6 +137,7 @@ class Recorder:
         self.dispatches: list[Dispatch] = []
         self.operation = ""
         self.rounded: set[Value] = set()  # whose rows were rounded by a dispatch of their own
+        self.grouped: dict[int, Value] = {}  # the latest route whose pairs were grouped, by pairs per tile
         self._kernels = kernels
 
     def add(
@@ -143,9 +149,13 @@ class Recorder:
         groups: tuple[int, int, int],
         weight_bytes: int = 0,
     ) -> None:
-        """Record one dispatch of `groups` workgroups. weight_bytes: of the matrix that it reads."""
+        """Record one dispatch of `groups` workgroups. weight_bytes: of the matrix that it reads.
+
+        Bindings that are missing at the end are not used; the first one replaces them.
+        """
         kernel, packed = self._kernels.get(name, constants), struct.pack(f"<{KERNELS[name].push}", *push)
-        self.program.dispatch(kernel, list(bindings), packed, groups)
+        spare = [bindings[0]] * (KERNELS[name].n_buffers - len(bindings))
+        self.program.dispatch(kernel, [*bindings, *spare], packed, groups)
         self.dispatches.append(Dispatch(name, self.operation, groups, weight_bytes))
 
     def add_indirect(

@@ -167,8 +167,8 @@ def placement_facts(to_place: ModelToPlace, devices: Sequence[str | Card]) -> Pl
     """Gather facts, as Planner.placement_facts.
 
     The neurons of a dense model are not split. Neurons and experts are not split on a device that shares the
-    CPU's memory, since both would read it, unless the settings ask for it. Layers
-    without kernels are allowed only with --device auto.
+    CPU's memory, since both would read it, or on one without timeline semaphores, unless the settings ask for
+    it. Layers without kernels are allowed only with --device auto.
     """
     graph, tensors, settings = to_place.graph, to_place.weights.tensors, to_place.settings
     names = list(map(str, devices))
@@ -194,7 +194,7 @@ def placement_facts(to_place: ModelToPlace, devices: Sequence[str | Card]) -> Pl
     is_apart = (
         settings.split == "neurons"
         or settings.gpu_index is not None
-        or all(info.kind != "integrated" for info in infos)
+        or all(info.kind != "integrated" and info.has_timelines for info in infos)
     )
     if not graph.is_layered or settings.undivided is not None:  # one device has the whole model, or none
         limits, rates, n_layers = limits[:1], rates[:1], len(model.layers)

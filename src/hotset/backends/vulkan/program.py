@@ -25,8 +25,10 @@ from hotset.backends.vulkan.steps import (
     BLOCK,
     FEW,
     ON_HOST,
+    TILE,
     FusedStep,
     forms_of,
+    n_groups,
     n_splits,
     part_bytes,
     places_of,
@@ -39,7 +41,6 @@ from hotset.model import operations as ops
 from hotset.model.graph import Graph
 from hotset.model.operations import Primitive, Value
 
-_TILE = 32  # rows of a workgroup, and its tokens in kernels for many tokens
 _BLOCKS_OF_GROUP = 8  # csrc/vulkan/shaders/quantize.comp
 KV_CODES: Mapping[KVType, int] = {"f32": 0, "f16": 1, "q8_0": 2}
 KV_CHANNELS: Mapping[KVType, int] = {"f32": 4, "f16": 8, "q8_0": 16}  # in 16 bytes
@@ -213,14 +214,18 @@ class RecordedGraph:
         self._on_host = BufferRange(logits, 0, n_logits)
         # Rows of a tail are copied there later.
         self._pieces.setdefault((result.id, False), self._on_host)
-        of_splits, of_counts, of_operations = part_bytes(steps, self.max_batch, self._n_kv_blocks)
+        of_splits, of_counts, of_operations, of_groups = part_bytes(steps, self.max_batch, self._n_kv_blocks)
+        if self._shared is not None and self._shared.experts is not None:
+            of_groups += 2 * aligned(4 * max(group.n_slots for group in self._shared.experts.groups))
         of_candidates = candidates.scratch_bytes(result.width, n_rows) if result.id in self._of_tail else 0
         n_bytes = max(of_operations, of_candidates, *(self._bytes_of_low_rank(step.op) for step in steps))
         self._parts = BufferRange(device.allocate(of_splits, "device"), 0, of_splits) if of_splits else None
         self.scratch = BufferRange(device.allocate(n_bytes, "device"), 0, n_bytes)
         self._counts = BufferRange(device.allocate(max(of_counts, 4), "device"), 0, max(of_counts, 4))
         self._counts.buffer.clear()
-        parts = [one.buffer for one in (self._parts, self.scratch, self._counts) if one is not None]
+        self._groups = BufferRange(device.allocate(of_groups, "device"), 0, of_groups) if of_groups else None
+        scratch = self._parts, self.scratch, self._counts, self._groups
+        parts = [one.buffer for one in scratch if one is not None]
         self.nbytes = sum(buffer.reserved for buffer in (workspace, logits, *parts))
 
     @property
@@ -259,7 +264,7 @@ class RecordedGraph:
     def _lower(self, step: FusedStep) -> Record:  # noqa: C901 - a case for each operation
         if isinstance(step.op, SplitOperation):
             assert self._shared is not None
-            return self._shared.lower(step.op, self)
+            return self._shared.lower(step.op, self, step.out, step.other)
         for op in (step.op, *(one.op for one in step.more)):
             if not isinstance(op, SplitOperation) and (what := missing_kernel(op)) is not None:
                 raise refused(op.out.name, what)
@@ -489,7 +494,8 @@ class RecordedGraph:
                 )  # fmt: skip
                 neurons = BLOCK if form.by_maker else GATED.rows
                 groups = -(-part.n_rows // neurons), -(-n // tokens), 1
-                constants = [matrix.type, tokens, 0, *GATED, result, ACTIVATIONS[act.kind]]
+                ahead = self._kernels.shapes.of(matrix.type).ahead_of(tokens)
+                constants = [matrix.type, tokens, 0, *GATED, result, ACTIVATIONS[act.kind], ahead]
                 to.add("rounded_few", constants, bindings, push, groups, part.nbytes)
 
         return record
@@ -537,6 +543,12 @@ class RecordedGraph:
         """Return the most tokens of a step for which the kernels of few tokens compute a product."""
         return FEW if matrix.type in FLOATS else self._kernels.shapes.of(matrix.type).most_few
 
+    def _tokens_of(self, matrix: VulkanMatrix, n: int) -> int:
+        """Return the most tokens of a workgroup, for a matrix that is multiplied with n tokens."""
+        if n == 1:
+            return 1
+        return TOKENS_OF_FEW if n <= self._most_few(matrix) else TILE
+
     def _product(
         self,
         to: Recorder,
@@ -558,7 +570,7 @@ class RecordedGraph:
         of_wanted = _FIRING if mask is None else _CHOSEN
         flags = sum(flag for flag, end in zip((_BIAS, _RESIDUAL, of_wanted), others, strict=True) if end)
         scores = (0, 0.0) if mask is None else (mask.first, mask.threshold)
-        few = self._most_few(matrix)
+        tokens = self._tokens_of(matrix, n)
         for part in matrix.parts:
             codes = part.codes.bound()
             assert x is not None
@@ -570,38 +582,35 @@ class RecordedGraph:
                 n, part.n_rows, matrix.n_cols, flags, *strides, 1, 0, *firsts, *scores, part.tile,
                 *(joined or _ALONE),
             )  # fmt: skip
-            what = bindings, push, part.nbytes
-            if n <= few:
-                tokens = 1 if n == 1 else TOKENS_OF_FEW
-                result = _JOINED if joined else _ONE
-                self._few(to, matrix, part, tokens, -(-n // tokens), what, result=result)
-            else:
-                groups = -(-part.n_rows // _TILE), -(-n // _TILE), 1
-                if matrix.type in FLOATS:
-                    constants = [matrix.type, 1, 0, _is_whole(matrix)]
-                    to.add("linear_many", constants, bindings, push, groups, part.nbytes)
-                else:
-                    to.add("rounded_many", [matrix.type, 1, 0], bindings, push, groups, part.nbytes)
+            what, result = (bindings, push, part.nbytes), _JOINED if joined else _ONE
+            self._rows_of(to, matrix, part, tokens, -(-n // tokens), what, result=result)
 
-    def _few(
+    def _rows_of(
         self, to: Recorder, matrix: VulkanMatrix, part: MatrixPart, tokens: int, n: int,
         what: tuple[list[_core.VulkanBinding], Sequence[float], int], experts: int = 0,
         result: int = _ONE,
     ) -> None:  # fmt: skip
-        """Record a product for n groups of `tokens` rows.
+        """Record a product with a part of a matrix for n groups of up to `tokens` tokens.
 
         what: its bindings, its push constants, and the bytes of its matrix.
         """
         bindings, push, n_bytes = what
-        constants = [matrix.type, tokens, experts]
-        if matrix.type in FLOATS:
-            constants += [_is_whole(matrix), 0, result]
-            to.add("linear_few", constants, bindings, push, (-(-part.n_rows // _TILE), n, 1), n_bytes)
-            return
-        shape = self._kernels.shapes.of(matrix.type).of(tokens, part.n_rows)
-        groups = -(-part.n_rows // shape.rows), n, 1
-        bindings = [*bindings, bindings[3]]  # rounded neurons, which only gates have
-        to.add("rounded_few", [*constants, *shape, result], bindings, push, groups, n_bytes)
+        constants, groups = [matrix.type, tokens, experts], (-(-part.n_rows // TILE), n, 1)
+        match matrix.type in FLOATS, tokens == TILE:
+            case True, True:
+                to.add("linear_many", [*constants, _is_whole(matrix)], bindings, push, groups, n_bytes)
+            case True, False:
+                constants += [_is_whole(matrix), 0, result]
+                to.add("linear_few", constants, bindings, push, groups, n_bytes)
+            case False, True:
+                to.add("rounded_many", constants, bindings, push, groups, n_bytes)
+            case _:
+                shapes = self._kernels.shapes.of(matrix.type)
+                shape = shapes.of(tokens, part.n_rows)
+                constants += [*shape, result, 0, shapes.ahead_of(tokens)]
+                groups = -(-part.n_rows // shape.rows), n, 1
+                bindings = [*bindings, bindings[3]]  # rounded neurons, which only gates have
+                to.add("rounded_few", constants, bindings, push, groups, n_bytes)
 
     def _low_rank(self, op: ops.LowRank) -> Record:
         """Return the record of all adapters at `op`: for each, add (x · a) · scale of the token · b to y."""
@@ -646,7 +655,7 @@ class RecordedGraph:
         if isinstance(op, ops.TransposedLinear) and op.scales is not None:
             matrix = self.weights.planes(op.weight, op.scales, width, chosen)
             if chosen is not None:
-                tiles = self.weights.made((op.weight, "tiles"), lambda: chosen // _TILE)
+                tiles = self.weights.made((op.weight, "tiles"), lambda: chosen // TILE)
         elif chosen is not None:
             matrix = self.weights.chosen(op.weight, width, chosen)
         else:
@@ -668,7 +677,7 @@ class RecordedGraph:
                 [matrix.type, 0, tiles is not None],
                 bindings,
                 push,
-                (-(-width // _TILE), n, n_head),
+                (-(-width // TILE), n, n_head),
                 part.nbytes,
             )
 
@@ -681,7 +690,7 @@ class RecordedGraph:
         part, bias = _only(op, matrix), self.weights.bias(op.bias)
         push = (
             n_rows, width, _BIAS if bias else 0, stride_of(op.x), op.n_used * width, 0,
-            -(-n_rows // _TILE) * _TILE, n_rows, stride_of(op.route),
+            -(-n_rows // TILE) * TILE, n_rows, stride_of(op.route),
         )  # fmt: skip
 
         def record(to: Recorder, n: int) -> None:
@@ -691,7 +700,7 @@ class RecordedGraph:
                 to_parts.bound(4 * n * op.n_used * width, written=True), bias.bound() if bias else codes,
                 codes, self.read(op.route, n),
             ]  # fmt: skip
-            to.add("transposed", [matrix.type, 1, 0], bindings, push, (-(-width // _TILE), n, op.n_used))
+            to.add("transposed", [matrix.type, 1, 0], bindings, push, (-(-width // TILE), n, op.n_used))
 
         return record
 
@@ -731,8 +740,12 @@ class RecordedGraph:
         cache = None if self._shared is None else self._shared.experts
         if cache is not None and op.layer in cache:
             (matrix, bias), bias_rows, first_bias = cache.slots_of(op.layer, op.out), n_rows, 0
+            n_matrices = cache.group_of(op.layer).n_slots
         else:
-            matrix = self.weights.experts(op.weights, op.n_expert, n_cols, first_row, n_rows)
+            matrix, n_matrices = (
+                self.weights.experts(op.weights, op.n_expert, n_cols, first_row, n_rows),
+                op.n_expert,
+            )
             bias = self.weights.bias(op.bias)
             bias_rows, first_bias = 0 if bias is None else bias.size // 4 // op.n_expert, first_row
         width = op.n_used * n_rows
@@ -742,19 +755,49 @@ class RecordedGraph:
         def record(to: Recorder, n: int) -> None:
             x, x_stride = self._input(to, n, op.x, matrix)
             out = self.written(op.out, n) if to_parts is None else to_parts.bound(4 * n * width, written=True)
+            tokens, n_workgroups, chosen = self._grouped(to, op, n, matrix, n_matrices)
             for part in matrix.parts:
                 codes = part.codes.bound()
                 bindings = [
                     codes, part.more.bound() if part.more else codes, x, out,
-                    bias.bound() if bias else codes, codes, self.read(op.route, n),
+                    bias.bound() if bias else codes, codes, chosen,
                 ]  # fmt: skip
                 push = (
                     n, part.n_rows, n_cols, _BIAS if bias else 0, x_stride, *strides, op.n_used, bias_rows,
                     first_bias + part.first, part.first, 0, 0.0, part.tile, *_ALONE,
                 )  # fmt: skip
-                self._few(to, matrix, part, 1, n * op.n_used, (bindings, push, 0), 2 if of_parts else 1)
+                what, experts = (bindings, push, 0), 2 if of_parts else 1
+                self._rows_of(to, matrix, part, tokens, n_workgroups, what, experts)
 
         return record
+
+    def _grouped(
+        self,
+        to: Recorder,
+        op: ops.ExpertLinear | ops.ExpertSum,
+        n: int,
+        matrix: VulkanMatrix,
+        n_matrices: int,
+    ) -> tuple[int, int, _core.VulkanBinding]:
+        """Return the pairs per workgroup, the number of workgroups, and a binding of the route or its groups.
+
+        Pairs are grouped if they outnumber the matrices, so that some must share one. The first product of a
+        route records the grouping.
+        """
+        n_pairs, n_expert = n * op.n_used, min(op.n_expert, n_matrices)
+        tokens = self._tokens_of(matrix, min(n, -(-n_pairs // n_expert)))
+        if tokens == 1:
+            return tokens, n_pairs, self.read(op.route, n)
+        assert self._groups is not None
+        n_tiles, half = n_groups(n_pairs, n_expert, tokens), self._groups.size // 2
+        size = 4 * (n_tiles * (tokens + 1) + n_matrices)
+        piece = self._groups.part(half * (tokens == TILE), half)
+        if to.grouped.get(tokens) != op.route:
+            to.grouped[tokens] = op.route
+            push = n, op.n_used, stride_of(op.route), n_matrices, n_tiles
+            bindings = [self.read(op.route, n), piece.bound(size, written=True)]
+            to.add("group", [tokens], bindings, push, (1, 1, 1))
+        return tokens, n_tiles, piece.bound(size)
 
     def _route(self, op: ops.Route) -> Record:
         n_expert = op.x.width
@@ -804,7 +847,9 @@ class RecordedGraph:
             *visible, self._n_splits, op.scale, op.softcap,
         )  # fmt: skip
         stored = self._stored(step) if op.source is None else _nothing
-        groups_of_step = self.inputs.groups_of("heads", op.n_head)
+        shape = self._kernels.attention(op)
+        n_workgroups = op.n_head // shape.heads
+        groups_of_step = self.inputs.groups_of("heads", n_workgroups)
 
         def record(to: Recorder, n: int) -> None:
             stored(to, n)
@@ -820,11 +865,20 @@ class RecordedGraph:
                 floats, slopes.bound() if slopes else positions, rounded, parts,
                 self._counts.bound(written=True) if is_apart else floats,
             ]  # fmt: skip
-            constants = [code, op.head_dim, op.head_dim_v, sinks is not None, is_apart, *others, forms]
+            constants = [
+                code,
+                op.head_dim,
+                op.head_dim_v,
+                sinks is not None,
+                is_apart,
+                *others,
+                forms,
+                *shape,
+            ]
             if is_apart:
                 to.add_indirect("attention", constants, bindings, push, groups_of_step)
             else:
-                to.add("attention", constants, bindings, push, (op.n_head, n, 1))
+                to.add("attention", constants, bindings, push, (n_workgroups, n, 1))
 
         return record
 

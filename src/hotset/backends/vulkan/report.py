@@ -46,7 +46,10 @@ def _shapes_text(shapes: dict[str, Any]) -> str:
     one, large, few, few_large = (
         "×".join(map(str, shapes[name])) for name in ("one", "one_large", "few", "few_large")
     )
-    return f"{one} and {large} for one token, {few} and {few_large} for several up to {shapes['most_few']}"
+    return (
+        f"{one} and {large} for one token, {few} and {few_large} for several up to {shapes['most_few']}, "
+        f"{shapes['ahead']} and {shapes['few_ahead']} blocks ahead"
+    )
 
 
 def _line(one: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Workgroup shapes for products with quantised weights: the candidates and the defaults.
+"""Workgroup shapes for attention, and for products with quantised weights: the candidates and the defaults.
 
 The bits of a product do not depend on its shape; csrc/vulkan/shaders/rounded.glsl defines the order of sums.
 A device begins with the defaults for its vendor and subgroup size; autotune.py measures the others.
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from hotset.backends.vulkan.devices import VulkanInfo
 from hotset.formats.quants import GGMLType
+from hotset.model.operations import Attention
 
 LARGE = 16384  # rows of a matrix that keeps a whole device busy with any number of rows per workgroup
 TOKENS_OF_FEW = 4  # tokens of a workgroup, for steps of more than one token
@@ -32,13 +33,47 @@ _16x16, _32x8, _8x16, _16x8, _4x16, _8x8 = SHAPES
 GATED = _16x16
 
 
+class AttentionShape(NamedTuple):
+    """The shape of a workgroup of attention.comp.
+
+    heads: the heads that share keys and values, with 64 lanes each. vectors: the size of their shared memory,
+    in units of 16 bytes, a multiple of 64.
+    """
+
+    heads: int
+    vectors: int
+
+
+_LANES_OF_HEAD = 64
+_SHARED_BYTES = (
+    17 * _LANES_OF_HEAD
+)  # of a head: numbers of its lanes, weights, and the rounding of its result
+
+
+def attention_shape(op: Attention, max_lanes: int, shared_bytes: int) -> AttentionShape:
+    """Return the shape with the most heads that a device's lanes and bytes of shared memory allow."""
+    per_head = _SHARED_BYTES + 4 * (max(op.head_dim, op.head_dim_v) + 16)
+    of_group = op.n_head // op.n_head_kv
+
+    def fits(heads: int, vectors: int) -> bool:
+        lanes = _LANES_OF_HEAD * heads
+        needed = heads * per_head + 16 * lanes * -(-vectors // lanes) + 64
+        return of_group % heads == 0 and lanes <= max_lanes and needed <= shared_bytes
+
+    heads = max((n for n in range(2, of_group + 1) if fits(n, 512)), default=1)
+    return AttentionShape(
+        heads, 1024 if heads > 4 and fits(heads, 1024) else 512
+    )  # two or more loads per lane
+
+
 @dataclass(frozen=True)
 class ProductShapes:
     """The workgroup shapes of products with weights of one type.
 
     one: for a single token. few: for up to TOKENS_OF_FEW tokens at a time. one_large, few_large: the same for
     matrices with at least 16,384 rows. most_few: steps with at most this many tokens use rounded_few.comp;
-    longer ones use rounded_many.comp, with 32 tokens at a time.
+    longer ones use rounded_many.comp, with 32 tokens at a time. ahead, few_ahead: blocks that a lane loads
+    at a time, for a single token and for several.
     """
 
     one: WorkgroupShape = _16x16
@@ -46,6 +81,8 @@ class ProductShapes:
     few: WorkgroupShape = _16x16
     few_large: WorkgroupShape = _32x8
     most_few: int = 8
+    ahead: int = 4
+    few_ahead: int = 2
 
     def of(self, tokens: int, n_rows: int) -> WorkgroupShape:
         """Return the shape for `tokens` tokens at a time and a matrix with n_rows."""
@@ -53,10 +90,15 @@ class ProductShapes:
             return self.one if tokens == 1 else self.few
         return self.one_large if tokens == 1 else self.few_large
 
+    def ahead_of(self, tokens: int) -> int:
+        """Return the blocks that a lane reads at a time, for `tokens` tokens."""
+        return self.ahead if tokens == 1 else self.few_ahead
+
 
 # The candidates of each field; the fields that matter most come first.
 CANDIDATES: Mapping[str, tuple[Any, ...]] = {
-    "one": SHAPES, "one_large": SHAPES, "few": SHAPES, "most_few": (4, 8, 16, 24), "few_large": SHAPES,
+    "one": SHAPES, "ahead": (4, 2, 8), "one_large": SHAPES, "few": SHAPES, "few_ahead": (2, 4),
+    "most_few": (4, 8, 16, 24), "few_large": SHAPES,
 }  # fmt: skip
 
 _AMD, _INTEL = 0x1002, 0x8086

@@ -3,21 +3,22 @@
 A layer with split neurons:
 
     Submit           the input of gate and up, and a bit per neuron that a predictor names, go to memory that
-                     the host sees; a cut follows, and the CPU worker computes the cold neurons
+                     the host sees; the CPU worker computes the cold neurons
     HotScores        the predictor's scores of the hot neurons, stored contiguously
     gate ... down    as in any FFN, but only for the hot neurons: matrices have only their rows
-    Gather           the hot neurons' sum with the bias, plus the cold neurons' sum; then the residual
+    Gather           the hot neurons' sum with the bias, plus the cold neurons' sum, plus the residual
 
-The operations between Submit and Gather are submitted at once and run while the CPU computes
-(csrc/vulkan/program.h). The two sums are added in this order for any number of tokens. A token has the same
-bits in every batch, chunk and run. Its last bits differ from the result of a layer that is not split.
+The operations between Submit and Gather run while the CPU computes. A step is one submission: the host polls
+for the end of Submit, and Gather waits for a semaphore (csrc/vulkan/program.h). The sums are added in this
+order for any number of tokens. A token has the same bits in every batch, chunk and run. Its last bits differ
+from the result of a layer that is not split.
 
 A layer with split experts (experts.py):
 
     SubmitExperts    the input of gate and up goes to the host, with the experts of each token; an expert with
-                     a slot is sent as -1 - id; a cut follows, and the CPU worker computes the others
+                     a slot is sent as -1 - id; the CPU worker computes the others
     gate, up, down   the experts of each token that have slots, each separately
-    ExpertSum        after the second cut: the rows of all experts, from both sides, in the order of the route
+    ExpertSum        after the CPU's answer: the rows of all experts, of both sides, in the order of the route
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from hotset.errors import InvalidRequestError
 from hotset.model.graph import Graph
 from hotset.model.operations import ExpertLinear, ExpertSum, Ffn, Mask, Operation, Primitive, Value
 
-_ADD, _SCALE = 0, 2  # csrc/vulkan/shaders/elementwise.comp
+_ADD, _SCALE, _SUM = 0, 2, 11  # csrc/vulkan/shaders/elementwise.comp
 _WORD = 32  # neurons per word of bits
 
 
@@ -75,7 +76,7 @@ class HotScores(Operation):
 
 @dataclass(frozen=True)
 class Gather(Operation):
-    """out = x + the sum of the cold neurons."""
+    """out = x + the sum of the cold neurons. A residual is added by the same dispatch (steps.py)."""
 
     out: Value
     x: Value
@@ -194,11 +195,14 @@ class SharedLayers:
         """
         if self.experts is None or layer not in self.experts:
             return None
-        to.program.cut_for_host(self._worker.index_of(layer))
+        to.program.wait_for_host(self._worker.index_of(layer))
         return self._answers.bound(4 * n * self._worker.answer_width(layer))
 
-    def lower(self, op: SplitOperation, parts: Values) -> Record:
-        """Return the record of one of the operations of this file."""
+    def lower(self, op: SplitOperation, parts: Values, out: Value, residual: Value | None) -> Record:
+        """Return the record of one of the operations of this file.
+
+        out, residual: for Gather, its result, and the value that is added to it.
+        """
         match op:
             case Submit():
                 return self._submit(op, parts)
@@ -207,7 +211,7 @@ class SharedLayers:
             case HotScores():
                 return self._hot_scores(op, parts)
             case Gather():
-                return self._gather(op, parts)
+                return self._gather(op, parts, out, residual)
 
     def _submit(self, op: Submit, parts: Values) -> Record:
         mask, scores = op.mask, op.scores
@@ -220,7 +224,7 @@ class SharedLayers:
                 bits = self._asked.bound(4 * n * n_words, written=True)
                 of_bits = n_words, stride_of(scores), n_words, *_numbers(mask)
                 to.add("neurons", [1], [read, read, bits], of_bits, by_values(n_words, n))
-            to.program.cut()
+            to.program.hand_over()
 
         return record
 
@@ -240,7 +244,7 @@ class SharedLayers:
             asked = self._asked.bound(4 * n * n_used, written=True)
             bindings = [parts.read(op.route, n), table.bound(), parts.written(op.out, n), asked]
             to.add("slots", [], bindings, push, by_values(op.out.width, n))
-            to.program.cut()
+            to.program.hand_over()
 
         return record
 
@@ -255,14 +259,16 @@ class SharedLayers:
 
         return record
 
-    def _gather(self, op: Gather, parts: Values) -> Record:
+    def _gather(self, op: Gather, parts: Values, out: Value, residual: Value | None) -> Record:
         width, index = op.x.width, self._worker.index_of(op.layer)
-        push = width, stride_of(op.x), width, stride_of(op.out), width, 0, 0.0, 0.0, 0.0, 0.0
+        kind, of_residual = (_ADD, 0) if residual is None else (_SUM, stride_of(residual))
+        push = width, stride_of(op.x), width, stride_of(out), width, of_residual, 0.0, 0.0, 0.0, 0.0
 
         def record(to: Recorder, n: int) -> None:
-            to.program.cut_for_host(index)
-            bindings = [parts.read(op.x, n), self._answers.bound(4 * n * width), parts.written(op.out, n)]
-            to.add("elementwise", [_ADD, 0], bindings, push, by_values(width, n))
+            to.program.wait_for_host(index)
+            bindings = [parts.read(op.x, n), self._answers.bound(4 * n * width), parts.written(out, n)]
+            bindings += [] if residual is None else [parts.read(residual, n)]
+            to.add("elementwise", [kind, 0], bindings, push, by_values(width, n))
 
         return record
 

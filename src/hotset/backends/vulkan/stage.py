@@ -125,8 +125,8 @@ class VulkanStage(DeviceStage):
         self._inputs = VulkanInputs(
             self._device,
             InputShape.of(
-                self.graph, self.entering, max_batch=self.max_batch, n_blocks=self.n_blocks,
-                n_states=self.n_states,
+                self.graph, self.entering, heads_of=lambda op: self._kernels.attention(op).heads,
+                max_batch=self.max_batch, n_blocks=self.n_blocks, n_states=self.n_states,
             ),
         )  # fmt: skip
         of_ngrams = replace(options, n_states=self.n_states, n_threads=1, sparse=False)
@@ -252,6 +252,12 @@ class VulkanStage(DeviceStage):
     def rerun(self, n: int = 1) -> None:
         """Run a step of n tokens on the current inputs, without logits, to measure a device."""
         _core.vulkan_run([self._program(frozenset()).recorded("body", n).program], self._cancel)
+
+    def device_seconds(self, n: int = 1) -> float:
+        """Rerun a step, and return its seconds on the device. Needs start_timing."""
+        self.rerun(n)
+        ticks = self._program(frozenset()).recorded("body", n).program.times()
+        return float(ticks[-1, 1] - ticks[0, 0]) * self._device.tick_nanoseconds * 1e-9
 
     def take_shapes(self, shapes: DeviceShapes) -> None:
         """Discard all recordings; later ones use workgroups of these shapes."""

@@ -17,6 +17,7 @@ from hotset.backends.vulkan.inputs import OUTPUT_ROWS, SPLIT
 from hotset.backends.vulkan.kernels import stride_of
 from hotset.backends.vulkan.memory import aligned
 from hotset.backends.vulkan.recurrent import scratch_bytes
+from hotset.backends.vulkan.shapes import TOKENS_OF_FEW
 from hotset.backends.vulkan.split import (
     Gather,
     SharedLayers,
@@ -36,6 +37,7 @@ ON_HOST = (ops.Embed, ops.NgramEmbed, ops.PositionGain)  # the host computes the
 FEW = 8  # up to this many tokens attention is split, and float products use linear_few.comp
 BLOCK = 32  # columns of a matrix that share a scale, and their inputs
 ROUNDED_BYTES = 48  # of a rounded block of inputs (csrc/vulkan/shaders/rounded.glsl)
+TILE = 32  # rows of a workgroup, and its tokens in kernels for many tokens
 _MOST_JOINED = 3  # products of a dispatch (csrc/vulkan/shaders/product.glsl)
 
 _Wanted = Value | ops.Mask | None
@@ -220,12 +222,12 @@ def rounded_bytes(value: Value, n: int) -> int:
     return n * (value.width // BLOCK) * ROUNDED_BYTES
 
 
-def part_bytes(steps: Sequence[FusedStep], max_batch: int, n_kv_blocks: int) -> tuple[int, int, int]:
-    """Return three byte counts of scratch memory.
+def part_bytes(steps: Sequence[FusedStep], max_batch: int, n_kv_blocks: int) -> tuple[int, int, int, int]:
+    """Return four byte counts of scratch memory.
 
     The first is for the parts of the largest split attention; 0 if a context is one split. The second is for
     the numbers of its stored parts. The third is for one operation's intermediates: expert results before
-    their sum, or the inputs of a scan.
+    their sum, or the inputs of a scan. The fourth is for the groups of an MoE layer's pairs; 0 without one.
     """
     attention = [step.op for step in steps if isinstance(step.op, ops.Attention)]
     largest = max((op.n_head * (op.head_dim_v + 2) for op in attention), default=0)
@@ -234,7 +236,24 @@ def part_bytes(steps: Sequence[FusedStep], max_batch: int, n_kv_blocks: int) -> 
     of_counts = 4 * few * max((op.n_head for op in attention), default=0)
     experts = (step.op.n_used * step.out.width for step in steps if isinstance(step.op, ops.ExpertSum))
     of_scans = (scratch_bytes(step.op, max_batch) for step in steps)
-    return of_splits, of_counts, max(4 * max_batch * max(experts, default=0), *of_scans, 4)
+    of_groups = (
+        2 * group_bytes(max_batch, step.op.n_used, step.op.x.width)
+        for step in steps
+        if isinstance(step.op, ops.Route)
+    )
+    of_operations = max(4 * max_batch * max(experts, default=0), *of_scans, 4)
+    return of_splits, of_counts, of_operations, max(of_groups, default=0)
+
+
+def n_groups(n_pairs: int, n_expert: int, tokens: int) -> int:
+    """Return the most tiles that n_pairs pairs of a token and an expert need, up to `tokens` pairs each."""
+    return (n_pairs + min(n_expert, n_pairs) * (tokens - 1)) // tokens
+
+
+def group_bytes(n: int, n_used: int, n_expert: int) -> int:
+    """Return the bytes of the tiles of n tokens, of either size (csrc/vulkan/shaders/group.comp)."""
+    sizes = (n_groups(n * n_used, n_expert, tokens) * (tokens + 1) for tokens in (TOKENS_OF_FEW, TILE))
+    return aligned(4 * (max(sizes) + n_expert))
 
 
 def rounded_input(op: Primitive | SplitOperation, tensors: Mapping[str, TensorInfo]) -> Value | None:
@@ -374,9 +393,9 @@ class _Fusing:
         rotations = tuple(FusedStep(one, one.out) for one in self._rotations.get(op.out, ()))
         step = FusedStep(op, op.out, None, wanted, is_hot, rotations)
         behind = self._ops[at + 1][0] if at + 1 < len(self._ops) else None
-        fits = (isinstance(op, ops.Linear | ops.TransposedLinear) and isinstance(behind, ops.Add)) or (
-            isinstance(op, ops.Activate) and isinstance(behind, ops.Multiply)
-        )
+        fits = (
+            isinstance(op, ops.Linear | ops.TransposedLinear | Gather) and isinstance(behind, ops.Add)
+        ) or (isinstance(op, ops.Activate) and isinstance(behind, ops.Multiply))
         if not (self._is_private(op.out) and fits and isinstance(behind, ops.Add | ops.Multiply)):
             return 1, step
         other = behind.b if behind.a == op.out else behind.a
