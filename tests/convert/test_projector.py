@@ -11,11 +11,13 @@ import pytest
 from cli_runs import inside
 from safetensors.torch import load_file, save_file
 
+from hotset.convert.hf import convert_hf
 from hotset.convert.projector import convert_projector
 from hotset.errors import FormatError, HotsetError, UnsupportedModelError
 from hotset.formats.gguf import open_gguf
 
 tiny_vision = pytest.importorskip("tiny_vision")
+transformers = pytest.importorskip("transformers")
 from tiny_vision import RECIPES, save_checkpoint  # noqa: E402
 
 
@@ -162,6 +164,21 @@ def test_layers_after_the_features_are_left_out(tmp_path: Path) -> None:
     with open_gguf(tmp_path / "mmproj.gguf") as gguf:
         assert gguf.metadata["clip.vision.block_count"] == 2
         assert not any(name.startswith(("v.blk.2.", "v.post_ln.")) for name in gguf.tensors)
+
+
+def test_layers_with_features_may_be_omitted(tmp_path: Path) -> None:
+    """Omit them in config.json: the files of the text model and of the encoder have transformers' layers."""
+    layers = list(transformers.Qwen3VLConfig().vision_config.deepstack_visual_indexes)
+    tiny_vision.qwen3vl(depth=layers[-1] + 1, deepstack_visual_indexes=layers).save_pretrained(tmp_path)
+    vision = json.loads((tmp_path / "config.json").read_text())["vision_config"]
+    vision.pop("deepstack_visual_indexes")
+    changed(tmp_path, "config.json", vision_config=vision)
+    convert_projector(tmp_path, tmp_path / "mmproj.gguf")
+    with open_gguf(tmp_path / "mmproj.gguf") as gguf:
+        assert np.flatnonzero(gguf.metadata["clip.vision.is_deepstack_layers"]).tolist() == layers
+    convert_hf(tmp_path, tmp_path / "text.gguf")
+    with open_gguf(tmp_path / "text.gguf") as gguf:
+        assert gguf.metadata["qwen3vl.n_deepstack_layers"] == len(layers)
 
 
 def test_odd_tensors_are_refused(smol: Path, tmp_path: Path) -> None:

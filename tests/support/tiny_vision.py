@@ -163,7 +163,8 @@ def _qwen25vl() -> Any:
     return _random(transformers.Qwen2_5_VLForConditionalGeneration(config))
 
 
-def _qwen3vl() -> Any:
+def qwen3vl(**vision: Any) -> Any:
+    """Return a random Qwen3-VL. vision: other entries of vision_config."""
     config = transformers.Qwen3VLConfig(
         text_config={
             **TEXT, "num_hidden_layers": 3,
@@ -172,7 +173,7 @@ def _qwen3vl() -> Any:
         vision_config={
             "depth": 4, "hidden_size": 32, "out_hidden_size": N_EMBD, "num_heads": 2, "intermediate_size": 56,
             "patch_size": 4, "spatial_merge_size": 2, "num_position_embeddings": 36,
-            "deepstack_visual_indexes": [0, 2],
+            "deepstack_visual_indexes": [0, 2], **vision,
         },
         image_token_id=IMAGE_TOKEN,
     )  # fmt: skip
@@ -327,7 +328,7 @@ RECIPES = {
     "pixtral-12b": Recipe(_pixtral_12b, _pixtral_processor, _pixtral_12b_features, 8, has_tokenizer=True),
     "qwen2vl": Recipe(_qwen2vl, _qwen_processor, _qwen_features, 4),
     "qwen2.5vl": Recipe(_qwen25vl, _qwen_processor, _qwen_features, 4),
-    "qwen3vl": Recipe(_qwen3vl, _qwen_processor, _qwen_features, 4),
+    "qwen3vl": Recipe(qwen3vl, _qwen_processor, _qwen_features, 4),
 }
 
 

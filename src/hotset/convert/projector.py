@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from hotset.convert.checkpoints.qwen import deep_layers
 from hotset.convert.checkpoints.sees import SIZES
 from hotset.convert.hf_checkpoint import Checkpoint
 from hotset.convert.hf_config import read_json
@@ -252,12 +253,8 @@ def _qwen_keys(
 def _qwen3_keys(
     vision: Mapping[str, Any], config: Mapping[str, Any], images: Mapping[str, Any]
 ) -> dict[str, Any]:
-    n_layer, indexes = (
-        integer(vision, "num_hidden_layers", high=1 << 10),
-        vision.get("deepstack_visual_indexes"),
-    )
-    if not isinstance(indexes, list) or sorted({i for i in indexes if i in range(n_layer)}) != indexes:
-        raise UnsupportedModelError("deepstack_visual_indexes in config.json must be layers in rising order")
+    n_layer = integer(vision, "num_hidden_layers", high=1 << 10)
+    indexes = deep_layers(vision, n_layer)
     deep = [i in indexes for i in range(n_layer)]
     return _qwen_keys(vision, config, images) | {"vision.is_deepstack_layers": deep}
 
@@ -288,7 +285,6 @@ _QWEN3VL = EncoderClass(
     | {
         "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16,
         "hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": [8, 16, 24],
     },
     _HALF, _HALF, 3, _qwen3_keys, {"v.position_embd.weight": _T.F32},
 )  # fmt: skip

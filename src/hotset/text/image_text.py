@@ -13,12 +13,12 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from hotset.errors import InvalidRequestError
 
 Detail = Literal["auto", "low", "high"]
-DETAILS: tuple[Detail, ...] = ("auto", "low", "high")
+DETAILS: tuple[Detail, ...] = get_args(Detail)
 NOTE = "[image: this model reads only text]"
 NO_TOKEN = -1  # in place of the token ids of images
 

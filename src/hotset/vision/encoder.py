@@ -19,7 +19,8 @@ from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.vision.config import NEWLINE, VisionConfig, config_of_encoder
 from hotset.model.vision.graph import describe_encoder
 from hotset.model.vision.tensors import EncoderTensors
-from hotset.vision.layouts import Detail, Layout, ScaledSizes, in_rows, layout_of, scaled_sizes
+from hotset.text.image_text import Detail
+from hotset.vision.layouts import Layout, ScaledSizes, in_rows, layout_of, scaled_sizes
 from hotset.vision.patches import Patches, steps_of
 from hotset.vision.pictures import Picture
 

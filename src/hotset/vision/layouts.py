@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import numpy as np
 
 from hotset.errors import InvalidRequestError
 from hotset.model.vision.config import VisionConfig
+from hotset.text.image_text import DETAILS, Detail
 
-Detail = Literal["auto", "low", "high"]
-DETAILS: tuple[Detail, ...] = get_args(Detail)
 LOW_TOKENS = 256  # of an image of a free size with detail "low"
 _MOST_SIDE = 4096  # pixels of a side of an image in tiles, before it is cut
 _MOST_RATIO = 200  # of the sides of an image of a free size, or of which only the middle is used
