@@ -248,19 +248,12 @@ def test_odd_keys_are_named(key: str, value: object, error: str, run_folder: Pat
         opened(with_keys(shared_encoder(name, run_folder), tmp_path / "odd.gguf", {key: value}))
 
 
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("internvl", "gives an image more than 33554432 pixels"),
-        ("qwen3vl", "gives an image more than 268435456 shares of positions"),
-    ],
-)
-def test_images_that_would_fill_the_memory_are_refused(
-    name: str, error: str, run_folder: Path, tmp_path: Path
-) -> None:
-    keys = {"vision.image_size": 4096, "vision.image_max_pixels": 1 << 25}
-    with pytest.raises(FormatError, match=error):
-        opened(with_keys(shared_encoder(name, run_folder), tmp_path / "large.gguf", keys))
+def test_images_that_would_fill_the_memory_are_refused(run_folder: Path, tmp_path: Path) -> None:
+    path = with_keys(
+        shared_encoder("internvl", run_folder), tmp_path / "large.gguf", {"vision.image_size": 4096}
+    )
+    with pytest.raises(FormatError, match="gives an image more than 33554432 pixels"):
+        opened(path)
 
 
 def with_keys(path: Path, out: Path, keys: Mapping[str, object]) -> Path:

@@ -189,6 +189,25 @@ class Embed(Operation):
 
 
 @dataclass(frozen=True)
+class MixRows(Operation):
+    """out[t] = the sum of n rows of `weight`, each times its share, added in order from 0.
+
+    at: [n_tokens, 2 * n], the numbers of the rows, then their shares. A number outside the table means row 0.
+    """
+
+    out: Value
+    at: Value
+    weight: Rows
+
+    def bytes_of(self, weight: Weight, info: TensorInfo) -> int:
+        return self.at.width // 2 * super().bytes_of(weight, info)
+
+    @property
+    def multiplications(self) -> int:
+        return self.at.width // 2 * self.out.width
+
+
+@dataclass(frozen=True)
 class AddImage(Operation):
     """out = x + a part of the token's image row (Batch.image_rows), or x for tokens outside images.
 
@@ -1178,6 +1197,7 @@ def one_matrix(op: Linear | ExpertLinear) -> Linear:
 
 Primitive = (
     Embed
+    | MixRows
     | AddImage
     | NgramEmbed
     | RMSNorm

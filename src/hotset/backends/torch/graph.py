@@ -38,6 +38,7 @@ from hotset.backends.torch.functions import (
     layer_norm,
     left_out,
     match_magnitude,
+    mix_rows,
     ngram_rows,
     pool_blocks,
     rms_norm,
@@ -192,6 +193,8 @@ class TorchGraph:
         match op:
             case ops.Embed():
                 return self._embedded(op, step)
+            case ops.MixRows():
+                return mix_rows(self.weight(op.weight), step[op.at])
             case ops.AddImage():
                 return self._with_image(op, step)
             case ops.RMSNorm():

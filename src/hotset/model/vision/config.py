@@ -32,7 +32,7 @@ NEWLINE = "model.image_newline"  # the tensor at the end of a row of image token
 ROPE_BASE = 10000.0  # of rows and columns, in every family
 _MOST_SIDE = 4096  # pixels of a side that a file may name
 # Limits of one image: a larger one would fill the memory.
-_MOST_PIXELS, _MOST_TILES, _MOST_SHARES = 1 << 25, 1024, 1 << 28
+_MOST_PIXELS, _MOST_TILES = 1 << 25, 1024
 Sizes = Literal["tiles", "square", "free", "edge", "points", "grid"]
 
 
@@ -122,10 +122,10 @@ class VisionConfig:
     def n_input(self) -> int:
         """Return the numbers of a patch in the step's input.
 
-        They are its pixels, its shares of positions, and whether it is a patch, or a row of the class.
+        They are its pixels, learned positions with their shares, and whether it is a patch, or a row of the
+        class.
         """
-        n_shares = self.tower.n_vocab if self.family.resized else 0
-        return self.n_pixels + n_shares + (2 if self.has_class else 0)
+        return self.n_pixels + (8 if self.family.resized else 0) + (2 if self.has_class else 0)
 
     @property
     def token_side(self) -> int:
@@ -181,10 +181,6 @@ def config_of_encoder(gguf: GGUFFile, tensors: Mapping[str, TensorInfo]) -> Visi
         area = (patch * merge) ** 2
         most = keys.integer("vision.image_max_pixels", area, _MOST_PIXELS, min(4096 * area, _MOST_PIXELS))
         least = keys.integer("vision.image_min_pixels", 1, most, min(8 * area, most))
-        if family.resized and (side // patch) ** 2 * (most // patch**2) > _MOST_SHARES:
-            raise keys.error(
-                "vision.image_size", f"gives an image more than {_MOST_SHARES} shares of positions"
-            )
     if projector == "qwen2.5vl_merger":
         window = keys.integer("vision.window_size", patch * merge, 1 << 14, 112) // (patch * merge) * merge
     return VisionConfig(

@@ -5,7 +5,7 @@ normalised. The patches of an image token are adjacent, row by row. `Batch.token
 of the patches, `Batch.rotary` their rows and columns, `Batch.groups` their windows, and `Batch.outputs` the
 last patch of each image token. Names of values, in addition to the decoder's:
 
-    [input: is split into pixels  position_shares  is_patch  is_class]  pixels  patches  [patches_1
+    [input: is split into pixels  position_rows  is_patch  is_class]  pixels  patches  [patches_1
     patches_both: of two frames]  [patches_alone  class_embd  patches_and_class]  [position_embd  inp]
     [token_embd_norm]
     [mm_input_norm]  merged: the patches of a token side by side  [pooled: their mean  pooled_norm]
@@ -92,8 +92,8 @@ def _embedded(model: Decoder, config: VisionConfig) -> Value:
         table = model.weights.matrix("position_embd", d, config.tower.n_vocab)
         positions = model.value("position_embd", d)
         if config.family.resized:
-            shares = model.channels(given, n, config.tower.n_vocab, "position_shares")
-            model.add(ops.TransposedLinear(positions, shares, table))
+            rows = model.channels(given, n, config.n_input - n, "position_rows")
+            model.add(ops.MixRows(positions, rows, table))
         else:
             model.add(ops.Embed(positions, table))
         x = model.add(ops.Add(model.value("inp", d), x, positions))
