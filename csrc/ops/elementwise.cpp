@@ -72,6 +72,20 @@ static const Registered kMixRows("mix_rows", [](Facts& facts) -> std::unique_ptr
     });
 });
 
+static const Registered kClip("clip", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int x = facts.buffer("x"), out = facts.buffer("out");
+    facts.same_shape(x, out);
+    const float low = facts.floats("low", 1)[0], high = facts.floats("high", 1)[0];
+    const Buffer& in = facts.plan().buffer(x);
+    return make_row_op(facts.plan(), out, [=, &in](const StepTokens&, int r, float* result) {
+        const float* from = in.row(r);
+        for (int64_t c = 0; c < in.width; c++) {
+            const float raised = from[c] < low ? low : from[c];
+            result[c] = raised > high ? high : raised;
+        }
+    });
+});
+
 static const Registered kAddImage("add_image", [](Facts& facts) -> std::unique_ptr<Op> {
     const int x = facts.buffer("x"), out = facts.buffer("out");
     facts.same_shape(x, out);

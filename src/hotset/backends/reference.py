@@ -176,6 +176,8 @@ class ReferenceBackend(WithoutDevices):
                 return self._embedded(op, batch)
             case ops.MixRows():
                 return mix_rows(self._weight(op.weight), values[op.at.id])
+            case ops.Clip():
+                return np.clip(values[op.x.id], self._weight(op.low), self._weight(op.high))
             case ops.AddImage():
                 return add_image(op, values[op.x.id], batch)
             case ops.RMSNorm() | ops.UnitNorm():
@@ -213,9 +215,7 @@ class ReferenceBackend(WithoutDevices):
             ):  # fmt: skip
                 return self._recurrent(op, values, batch)
             case ops.Activate():
-                if op.xielu is not None:
-                    return xielu(values[op.x.id], op.xielu)
-                return ACTIVATIONS[op.kind](values[op.x.id], np.float32(op.threshold))
+                return activated(op, values[op.x.id])
             case ops.GaussianTopK():
                 return gaussian_top_k(values[op.x.id], op.multiplier)
             case ops.Multiply() | ops.GateHeads():
@@ -576,8 +576,9 @@ def seen_by(
             seen, first = whole[sequence][: own + reach + 1], max(own - reach, 0)
         if op.groups != "none" and batch.groups is not None:
             start, end = batch.groups[token].tolist()
-            if op.groups == "also":
-                start, end = min(start, first), max(end, len(seen))
+            if op.groups != "only":
+                start = min(start, first) if op.groups == "also" else first
+                end = max(end, len(seen))
             seen, first = whole[sequence][:end], start
         positions = np.arange(first, len(seen))
         if chosen is not None and op.blocks is None:
@@ -907,6 +908,10 @@ def xielu(x: np.ndarray, f: XIELU) -> np.ndarray:
     positive, negative, linear, eps = map(F32, (f.positive, f.negative, f.linear, f.eps))
     below = negative * (np.expm1(np.minimum(x, eps)) - x) + linear * x
     return np.where(x > 0, positive * x * x + linear * x, below)
+
+
+def activated(op: ops.Activate, x: np.ndarray) -> np.ndarray:
+    return ACTIVATIONS[op.kind](x, F32(op.threshold)) if op.xielu is None else xielu(x, op.xielu)
 
 
 def mix_rows(table: np.ndarray, at: np.ndarray) -> np.ndarray:

@@ -51,6 +51,9 @@ def steps_of(config: VisionConfig, pixels: np.ndarray, sizes: ScaledSizes) -> It
         if config.family.resized:
             around = rows_around(at, (rows, columns), config.side // config.patch)
             patches = np.concatenate([patches, around], axis=1)
+        elif config.family.by_axis:  # a table of columns, then one of rows
+            numbers = at[:, ::-1] + (0, config.tower.n_vocab // 2)
+            patches = np.hstack([patches, numbers, np.ones_like(at)]).astype(np.float32)
         tokens = np.zeros(len(patches), np.int32)
         if not config.window:
             yield Patches(patches, tokens, at)
