@@ -248,6 +248,7 @@ fuzz: build $(VENV)/.dev
 	$(BIN)/python tests/fuzz/fuzz_gguf.py --seconds 60 --seed $(SEED)
 	$(BIN)/python tests/fuzz/fuzz_models.py --seconds 60 --seed $(SEED)
 	$(BIN)/python tests/fuzz/fuzz_sidecars.py --seconds 60 --seed $(SEED)
+	$(BIN)/python tests/fuzz/fuzz_images.py --seconds 60 --seed $(SEED)
 	$(BIN)/python tests/fuzz/fuzz_reads.py --seed $(SEED)
 	$(BIN)/python tests/fuzz/fuzz_shapes.py --seconds 60 --seed $(SEED)
 	$(BIN)/python tests/fuzz/fuzz_server.py --seconds 60 --seed $(SEED)

@@ -41,6 +41,7 @@ struct AttentionFacts {
     bool causal = true;         // if false, a token sees all tokens of its sequence, which are in one step
     bool groups_only = false;   // a token sees its group instead
     bool groups_too = false;    // a token sees its group, too
+    bool groups_ahead = false;  // of it only the tokens after it
     int rope = -1;              // index of a RoPE of the plan; -1: already rotated
     Norm q_norm, k_norm;        // per head; empty weight: none
     KeyBias bias;               // of the keys, not stored; empty: nothing is left out
@@ -441,7 +442,8 @@ class Attention : public Op {
                     last[row] = reach < tile.end - position ? position + reach + 1 : tile.end;
                 }
                 if (const int32_t* group = group_of(step, t)) {
-                    first[row] = f_.groups_only ? group[0] : std::min(first[row], group[0]);
+                    if (!f_.groups_ahead)
+                        first[row] = f_.groups_only ? group[0] : std::min(first[row], group[0]);
                     last[row] = f_.groups_only ? group[1] : std::max(last[row], group[1]);
                 }
                 if (!f_.slopes.empty()) slopes[row] = f_.slopes[head * group_ + g];
@@ -674,8 +676,9 @@ static const Registered kAttention("attention", [](Facts& facts) -> std::unique_
     if (facts.has("first_seen")) f.first_seen = facts.integer("first_seen", 0, INT32_MAX);
     f.causal = facts.flag("causal", true);
     const std::string groups = facts.has("groups") ? facts.text("groups") : "none";
-    require(groups == "none" || groups == "only" || groups == "also", "groups are none, only or also");
-    f.groups_only = groups == "only", f.groups_too = groups == "also";
+    f.groups_only = groups == "only", f.groups_ahead = groups == "ahead";
+    f.groups_too = groups == "also" || f.groups_ahead;
+    require(groups == "none" || f.groups_only || f.groups_too, "groups are none, only, also or ahead");
     require(!f.groups_only || !f.causal, "attention to the own group alone is not causal");
     plan.limits().needs_groups |= f.groups_only;
     f.rope = facts.has("rope") ? facts.rope("rope") : -1;

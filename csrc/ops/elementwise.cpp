@@ -46,6 +46,46 @@ static const Registered kEmbed("embed", [](Facts& facts) -> std::unique_ptr<Op> 
     });
 });
 
+static const Registered kMixRows("mix_rows", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int at = facts.buffer("at"), out = facts.buffer("out");
+    facts.same_rows(at, out);
+    require(facts.width(at) % 2 == 0, "each row has a number and a share");
+    const Matrix weight = facts.matrix("weight", -1, facts.width(out));
+    require(!weight.places, "mixed rows must be in memory");
+    const Buffer& in = facts.plan().buffer(at);
+    return make_row_op(facts.plan(), out, [=, &in](const StepTokens&, int r, float* result) {
+        constexpr int64_t kColumns = 256;  // a multiple of every block
+        const TypeFacts type = type_facts(weight.type);
+        const int64_t n = in.width / 2;
+        const float* numbers = in.row(r);
+        std::fill_n(result, weight.cols, 0.0f);
+        for (int64_t i = 0; i < n; i++) {
+            const bool known = numbers[i] >= 0.0f && numbers[i] < float(weight.rows);  // not NaN
+            const uint8_t* row = weight.row(known ? int64_t(numbers[i]) : 0);
+            for (int64_t c = 0; c < weight.cols; c += kColumns) {
+                float part[kColumns];
+                const int64_t count = std::min(kColumns, weight.cols - c);
+                dequantize_row(weight.type, row + c / type.block_size * type.block_bytes, count, part);
+                for (int64_t j = 0; j < count; j++) result[c + j] += numbers[n + i] * part[j];
+            }
+        }
+    });
+});
+
+static const Registered kClip("clip", [](Facts& facts) -> std::unique_ptr<Op> {
+    const int x = facts.buffer("x"), out = facts.buffer("out");
+    facts.same_shape(x, out);
+    const float low = facts.floats("low", 1)[0], high = facts.floats("high", 1)[0];
+    const Buffer& in = facts.plan().buffer(x);
+    return make_row_op(facts.plan(), out, [=, &in](const StepTokens&, int r, float* result) {
+        const float* from = in.row(r);
+        for (int64_t c = 0; c < in.width; c++) {
+            const float raised = from[c] < low ? low : from[c];
+            result[c] = raised > high ? high : raised;
+        }
+    });
+});
+
 static const Registered kAddImage("add_image", [](Facts& facts) -> std::unique_ptr<Op> {
     const int x = facts.buffer("x"), out = facts.buffer("out");
     facts.same_shape(x, out);

@@ -5,6 +5,7 @@ Several threads may use one Model: its engine runs in its own thread, whose step
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -181,18 +182,21 @@ class Model:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
         variables: Mapping[str, Any] | None = None,
+        stop: threading.Event | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation up to the start of the answer, by the file's template.
 
         add_generation_prompt, continue_final_message: text/messages.py, Opening. variables: other variables
         of the template, such as enable_thinking; InvalidRequestError for its own. With images, the result is
-        a PromptTokens (text/image_text.py), which `prepare` takes. Raises as `encode`.
+        a PromptTokens (text/image_text.py), which `prepare` takes. stop: ends their decoding with
+        StepCancelledError once it is set. Raises as `encode`.
         """
         from hotset.text.messages import Opening, encoded
 
         self.engine.require_logits()
         checked, more = checked_messages(messages), template_variables(variables or {})
-        if (images := self.images) is None:
+        images = None if self.images is None else self.images.until(stop)
+        if images is None:
             checked = without_images(checked, self.decided.blind)
         opening = Opening(add_generation_prompt, continue_final_message)
         return encoded(

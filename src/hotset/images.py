@@ -9,15 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from hotset.engine.images import ImagePrompt, ImageTokens
 from hotset.errors import InvalidRequestError, StepCancelledError
-from hotset.text.image_text import GivenImage, PromptTokens
+from hotset.text.image_text import GivenImage, ImageSource, PromptTokens
 
 if TYPE_CHECKING:
     from hotset.vision import ImageEncoder, Layout, Picture
@@ -43,18 +44,25 @@ class ImageCounts:
     cached_bytes: int = 0
 
 
+class Decode(Protocol):
+    """A function that decodes a file, as `vision.decoded`. Raises its errors."""
+
+    def __call__(self, data: bytes, /, *, stop: threading.Event) -> Picture: ...
+
+
 class ImageReader:
     """The source of a model's images. Any thread may use it; one image at a time is encoded.
 
-    encoder: of the model. decode: turns the bytes of a file into a picture, or raises InvalidRequestError.
-    scale: the model multiplies embeddings of tokens by it, but not rows of images. cache_bytes: of results
-    to keep. max_tokens: the most tokens of an image; None: as its family has it.
+    An event `stop` ends the work on the images of one request, with StepCancelledError, once it is given to
+    `end`. encoder: of the model. decode: turns the bytes of a file into a picture. scale: the model
+    multiplies embeddings of tokens by it, but not rows of images. cache_bytes: of results to keep.
+    max_tokens: the most tokens of an image; None: as its family has it.
     """
 
     def __init__(
         self,
         encoder: ImageEncoder,
-        decode: Callable[[bytes], Picture],
+        decode: Decode,
         *,
         scale: float = 1.0,
         cache_bytes: int = CACHE_BYTES,
@@ -69,14 +77,6 @@ class ImageReader:
         self._layouts: OrderedDict[bytes, tuple[bytes, Layout]] = OrderedDict()  # and the picture's digest
         self._pictures: OrderedDict[bytes, Picture] = OrderedDict()
         self._encoded: OrderedDict[tuple[bytes, str], list[ImageTokens]] = OrderedDict()
-
-    @property
-    def marker(self) -> str:
-        return self._encoder.marker
-
-    @property
-    def plain_marker(self) -> str:
-        return self._encoder.plain_marker
 
     @property
     def grouped(self) -> bool:
@@ -99,14 +99,18 @@ class ImageReader:
         with self._guard:
             return replace(self._counts)
 
-    def pieces(self, image: GivenImage) -> Sequence[str | int]:
-        """Return the image's place in a prompt, as ImageSource."""
-        return self._laid_out(image)[1].pieces
+    def until(self, stop: threading.Event | None = None) -> ImageSource:
+        """Return the source of the places of images in prompts, which decodes them until `stop`."""
+        pieces = partial(self._pieces, stop or threading.Event())
+        return ImageSource(self._encoder.marker, self._encoder.plain_marker, pieces)
+
+    def _pieces(self, stop: threading.Event, image: GivenImage) -> Sequence[str | int]:
+        return self._laid_out(image, stop)[1].pieces
 
     def prompt(self, tokens: PromptTokens, stop: threading.Event | None = None) -> ImagePrompt:
         """Return a prompt with the rows of its images, the same one for all of its answers.
 
-        Encodes the images that are not kept. Raises StepCancelledError once `end` was called with `stop`.
+        Encodes the images that are not kept.
         """
         if tokens.placed is None:
             placed = self._placed(tokens, stop or threading.Event())
@@ -118,8 +122,6 @@ class ImageReader:
         """Return the rows of all images of a prompt at their places."""
         found = []
         for one in tokens.images:
-            if stop.is_set():
-                raise StepCancelledError
             runs = self._runs(one.image, stop)
             found += [run.at(first) for run, first in zip(runs, one.firsts, strict=True)]
         with self._guard:
@@ -128,7 +130,7 @@ class ImageReader:
         return found
 
     def end(self, stop: threading.Event) -> None:
-        """End `prompt` with this event, from any thread."""
+        """End the work with this event, from any thread."""
         stop.set()
         with self._guard:
             if self._stop is stop:
@@ -145,13 +147,13 @@ class ImageReader:
             self._encoded.clear()
             self._counts.cached_bytes = 0
 
-    def _laid_out(self, image: GivenImage) -> tuple[bytes, Layout]:
+    def _laid_out(self, image: GivenImage, stop: threading.Event) -> tuple[bytes, Layout]:
         """Return the digest of the picture, and its layout."""
         with self._guard:
             if (known := self._layouts.get(image.key)) is not None:
                 self._layouts.move_to_end(image.key)
                 return known
-        picture = self._picture(image)
+        picture = self._picture(image, stop)
         found = picture.digest, self._encoder.layout(picture, image.detail, self._max_tokens)
         with self._guard:
             self._layouts[image.key] = found
@@ -159,8 +161,10 @@ class ImageReader:
                 self._layouts.popitem(last=False)
         return found
 
-    def _picture(self, image: GivenImage) -> Picture:
+    def _picture(self, image: GivenImage, stop: threading.Event) -> Picture:
         """Return the decoded picture, and keep it until it is encoded."""
+        if stop.is_set():
+            raise StepCancelledError
         if image.address:
             raise InvalidRequestError(
                 "an image must be given as data or a file; only a server that allows it opens addresses"
@@ -168,7 +172,7 @@ class ImageReader:
         with self._guard:
             if (known := self._pictures.get(image.key)) is not None:
                 return known
-        picture = self._decode(image.data)
+        picture = self._decode(image.data, stop=stop)
         with self._guard:
             self._pictures[image.key] = picture
             while (
@@ -180,7 +184,7 @@ class ImageReader:
 
     def _runs(self, image: GivenImage, stop: threading.Event) -> list[ImageTokens]:
         """Return the rows of an image, divided as its layout says, each beginning at 0."""
-        digest, layout = self._laid_out(image)
+        digest, layout = self._laid_out(image, stop)
         key = digest, image.detail
         with self._encoding:
             with self._guard:
@@ -191,7 +195,7 @@ class ImageReader:
             if self._closed:
                 raise InvalidRequestError("the model has been closed; load it again")
             began = time.perf_counter()
-            picture = self._picture(image)
+            picture = self._picture(image, stop)
             with self._guard:
                 self._stop = stop
             try:

@@ -118,7 +118,8 @@ def seen_in(batch: Batch, groups: str, *, causal: bool, window: int) -> np.ndarr
     ago = p[:, None] - p
     seen = np.ones_like(same) if not causal else (ago >= 0) & (ago < (window or 1 << 20))
     member = (p >= batch.groups[:, :1]) & (p < batch.groups[:, 1:])
-    return same & {"none": seen, "only": member, "also": seen | member}[groups]
+    found = {"none": seen, "only": member, "also": seen | member, "ahead": seen | (member & (ago < 0))}
+    return same & found[groups]
 
 
 def run(kind: Any, graph: Graph, batch: Batch, x: np.ndarray, **how: Any) -> np.ndarray:
@@ -132,7 +133,14 @@ def run(kind: Any, graph: Graph, batch: Batch, x: np.ndarray, **how: Any) -> np.
 @pytest.mark.parametrize("rope", ["neox", "norm"])
 @pytest.mark.parametrize(
     ("groups", "causal", "window"),
-    [("none", True, 0), ("none", False, 0), ("only", False, 0), ("also", True, 0), ("also", True, 3)],
+    [
+        ("none", True, 0),
+        ("none", False, 0),
+        ("only", False, 0),
+        ("also", True, 0),
+        ("also", True, 3),
+        ("ahead", True, 3),
+    ],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_and_axes_follow_the_formula(

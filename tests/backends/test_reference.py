@@ -240,7 +240,14 @@ def test_layer_norm(tmp_path: Path) -> None:
 
 def step_of(path: Path, tensors: dict[str, Any], build: Any, n: int = 6, width: int = 40) -> np.ndarray:
     """Return the result of `build(graph, x)` for the rows x [n, width] of the tensor "x"; types by name."""
-    writer = GGUFWriter(path / "ops.gguf", "none")
+    graph = graph_of(path / "ops.gguf", tensors, build, width)
+    with open_gguf(path / "ops.gguf") as gguf:
+        return ReferenceBackend(gguf, graph, n_blocks=4).step(batch(n, tokens=range(n))).logits
+
+
+def graph_of(path: Path, tensors: dict[str, Any], build: Any, width: int) -> Graph:
+    """Write the tensors, and return a graph with the result of `build`, as in step_of."""
+    writer = GGUFWriter(path, "none")
     for name, (data, type_, shape) in tensors.items():
         writer.add_tensor(name, data, type_, shape)
     writer.write()
@@ -248,8 +255,7 @@ def step_of(path: Path, tensors: dict[str, Any], build: Any, n: int = 6, width: 
     x = graph.add(ops.Embed(graph.value("embedded", width), "x"))
     out = build(graph, x)
     graph.add(ops.SelectOutputs(graph.value("logits", out.width), out))
-    with open_gguf(path / "ops.gguf") as gguf:
-        return ReferenceBackend(gguf, graph, n_blocks=4).step(batch(n, tokens=range(n))).logits
+    return graph
 
 
 def test_products_of_rows_and_columns(tmp_path: Path) -> None:
@@ -290,6 +296,29 @@ def test_a_matrix_in_planes_is_the_matrix(tmp_path: Path, type_: GGMLType) -> No
 
     expected = x[:6] @ dequantize(blocks, type_, (n_ff, d)).reshape(d, n_ff).T
     np.testing.assert_allclose(step_of(tmp_path, tensors, build, width=n_ff), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_mixed_by_shares(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from hotset.backends.torch.graph import TorchGraph
+
+    table = np.random.default_rng(8).standard_normal((5, 30)).astype(F32)
+    at = np.array([[2, 0, 0.5, 0.25], [4, 4, 1, -1], [3, 1, 0, 2]] * 32, F32)
+    tensors = {"x": (at, GGMLType.F32, None), "table": (table, GGMLType.F32, None)}
+
+    def build(graph: Graph, x: Value) -> Value:
+        return graph.add(ops.MixRows(graph.value("out", 30), x, "table"))
+
+    expected = np.stack([table[2] / 2 + table[0] / 4, 0 * table[4], 2 * table[1]])
+    np.testing.assert_allclose(step_of(tmp_path, tensors, build, n=3, width=4), expected, atol=1e-6)
+    graph = graph_of(tmp_path / "torch.gguf", tensors, build, 4)
+    with open_gguf(tmp_path / "torch.gguf") as gguf:
+        model, x = TorchGraph(gguf, graph), None
+        for part in model.parts:
+            x = model.run(part, torch.arange(3)[None], x)[part.result]
+    assert x is not None
+    found = x.detach().numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def test_mask_keeps_values_at_or_above_the_threshold(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 from cli_runs import inside
 from safetensors.torch import load_file, save_file
 
+from hotset.convert.hf import convert_hf
 from hotset.convert.projector import convert_projector
 from hotset.errors import FormatError, HotsetError, UnsupportedModelError
 from hotset.formats.gguf import open_gguf
 
 tiny_vision = pytest.importorskip("tiny_vision")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 from tiny_vision import RECIPES, save_checkpoint  # noqa: E402
 
 
@@ -162,6 +166,72 @@ def test_layers_after_the_features_are_left_out(tmp_path: Path) -> None:
     with open_gguf(tmp_path / "mmproj.gguf") as gguf:
         assert gguf.metadata["clip.vision.block_count"] == 2
         assert not any(name.startswith(("v.blk.2.", "v.post_ln.")) for name in gguf.tensors)
+
+
+def test_layers_with_features_may_be_omitted(tmp_path: Path) -> None:
+    """Omit them in config.json: the files of the text model and of the encoder have transformers' layers."""
+    layers = list(transformers.Qwen3VLConfig().vision_config.deepstack_visual_indexes)
+    tiny_vision.qwen3vl(depth=layers[-1] + 1, deepstack_visual_indexes=layers).save_pretrained(tmp_path)
+    vision = json.loads((tmp_path / "config.json").read_text())["vision_config"]
+    vision.pop("deepstack_visual_indexes")
+    changed(tmp_path, "config.json", vision_config=vision)
+    convert_projector(tmp_path, tmp_path / "mmproj.gguf")
+    with open_gguf(tmp_path / "mmproj.gguf") as gguf:
+        assert np.flatnonzero(gguf.metadata["clip.vision.is_deepstack_layers"]).tolist() == layers
+    convert_hf(tmp_path, tmp_path / "text.gguf")
+    with open_gguf(tmp_path / "text.gguf") as gguf:
+        assert gguf.metadata["qwen3vl.n_deepstack_layers"] == len(layers)
+
+
+CHAT_NAMES = {  # names in -hf checkpoints → the authors'
+    r"^(model\.)?vision_tower\.": "vision_model.",
+    r"\.cls_token": ".class_embedding",
+    r"\.patch_embeddings\.projection": ".patch_embedding",
+    r"\.position_embeddings": ".position_embedding",
+    r"\.encoder\.layer\.": ".encoder.layers.",
+    r"^(model\.)?multi_modal_projector\.layer_norm": "mlp1.0",
+    r"^(model\.)?multi_modal_projector\.linear_1": "mlp1.1",
+    r"^(model\.)?multi_modal_projector\.linear_2": "mlp1.3",
+    r"^model\.language_model\.": "language_model.model.",
+    r"^lm_head": "language_model.lm_head",
+    r"\.attention\.projection_layer": ".attn.proj",
+    r"\.attention\.([qkv])_(proj|norm)": r".attn.\1_\2",
+    r"\.lambda_([12])": r".ls\1",
+    r"\.layernorm_before": ".norm1",
+    r"\.layernorm_after": ".norm2",
+}
+
+
+@pytest.mark.parametrize("name", ["internvl", "internvl-6b"])
+def test_internvl_as_its_authors_publish_it_gives_the_same_files(name: str, tmp_path: Path) -> None:
+    folder, paths = tmp_path / "model", [tmp_path / f"{i}.gguf" for i in range(4)]
+    save_checkpoint(RECIPES[name], folder)
+    convert_projector(folder, paths[0])
+    convert_hf(folder, paths[1])
+    found: dict[str, Any] = {}
+    for old, values in load_file(folder / "model.safetensors").items():
+        new = old
+        for pattern, target in CHAT_NAMES.items():
+            new = re.sub(pattern, target, new)
+        found[new] = values
+    for q in [one for one in found if re.search(r"vision_model\..*\.attn\.q_proj\.", one)]:
+        parts = [found.pop(q.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
+        found[q.replace("q_proj", "qkv")] = torch.cat(parts)
+    save_file(found, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    vision = config["vision_config"] | {"image_size": 32, "patch_size": 8}
+    config |= {"architectures": ["InternVLChatModel"], "llm_config": config.pop("text_config")}
+    config |= {"vision_config": vision, "max_dynamic_patch": 6, "ps_version": "v2", "use_thumbnail": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    convert_projector(folder, paths[2])
+    convert_hf(folder, paths[3])
+    for theirs, ours in ((paths[0], paths[2]), (paths[1], paths[3])):
+        with open_gguf(theirs) as one, open_gguf(ours) as other:
+            assert str(one.metadata) == str(other.metadata)
+            assert one.tensors.keys() == other.tensors.keys()
+            for tensor, info in one.tensors.items():
+                assert (info.type, info.shape) == (other.tensors[tensor].type, other.tensors[tensor].shape)
+                assert np.array_equal(one.data(tensor), other.data(tensor))
 
 
 def test_odd_tensors_are_refused(smol: Path, tmp_path: Path) -> None:

@@ -163,6 +163,25 @@ def test_a_text_has_the_same_bits_in_the_graph_for_images(prompt: Prompt):
 )
 def test_torch_computes_rows_of_images(prompt: Prompt):
     """Check the interpreter of training, which has neither rotary positions of images nor groups."""
+    assert relative_error(torch_logits(prompt), prompt.logits) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "prompt", [name for name, (_, _, n_layers) in MODELS.items() if n_layers], indirect=True
+)
+def test_torch_adds_rows_of_images_to_the_results_of_layers(prompt: Prompt):
+    """Compare the interpreter of training with the reference, with positions as in text."""
+    batch = replace(batch_of(prompt, 0, N), rotary=None)
+    backend = backend_of(prompt, "reference")
+    wanted, plain = (backend.step(one).logits for one in (batch, replace(batch, image_rows=None)))
+    backend.close()
+    found = torch_logits(prompt)
+    assert relative_error(found, wanted) < 1e-4
+    assert relative_error(found, plain) > 1e-2
+
+
+def torch_logits(prompt: Prompt) -> np.ndarray:
+    """Return the logits of the interpreter of training: float32 [N, n_vocab]."""
     graph = TorchGraph(prompt.gguf, prompt.graph)
     tokens, x = torch.tensor(prompt.tokens)[None], None
     [rows] = prompt.images.rows(0, N, 0)
@@ -170,7 +189,7 @@ def test_torch_computes_rows_of_images(prompt: Prompt):
         step = graph.run(part, tokens, x, images=rows)
         x = step[part.result]
     assert x is not None
-    assert relative_error(x.detach().numpy(), prompt.logits) < 1e-4
+    return x.detach().numpy()
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -134,6 +134,35 @@ def test_a_client_that_leaves_ends_the_encoding_of_its_image(path: Path, stream:
         assert server.client.post(route, json={"model": "tiny", "temperature": 0} | body).status_code == 200
 
 
+TOKENIZED = "/tokenize", {"messages": REQUESTS["chat"][1]["messages"]}
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        REQUESTS["chat"], ("/v1/messages/count_tokens", REQUESTS["messages"][1]),
+        ("/v1/responses/input_tokens", REQUESTS["responses"][1]), TOKENIZED,
+    ],
+)  # fmt: skip
+def test_a_client_that_leaves_ends_the_decoding_of_its_image(path: Path, route: str, body: dict[str, Any]):
+    begun, ended = threading.Event(), threading.Event()
+    sent = json.dumps({"model": "tiny"} | body).encode()
+    head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n\r\n"
+
+    def held(_data: bytes, *, stop: threading.Event) -> Any:
+        begun.set()
+        assert stop.wait(WATCHDOG)
+        ended.set()
+        raise StepCancelledError
+
+    with Serving(path) as server:
+        give_images(server.model, decode=held)
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head.encode() + sent)
+            assert begun.wait(WATCHDOG)
+        assert ended.wait(WATCHDOG)
+
+
 RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": BASE64}]}
 IN_RESULT = [
     {"role": "user", "content": "Look."},
@@ -228,14 +257,15 @@ def test_odd_addresses_are_not_fetched(url: str, message: str):
 def test_fetched_images_replace_addresses(monkeypatch: pytest.MonkeyPatch):
     asked: list[str] = []
 
-    def answer(address: str, _until: float) -> bytes:
+    def answer(address: str, _until: float, stop: threading.Event) -> bytes:
+        assert not stop.is_set()
         asked.append(address)
         return FILE
 
     monkeypatch.setattr("hotset.server.remote_images.fetched", answer)
     image = text_of_image(GivenImage(detail="low", address="https://images.example/a.png"))
     messages = [{"role": "user", "content": image}, {"role": "user", "content": "and a text"}]
-    first, second = with_fetched(messages, ServerSettings(allow_remote_images=True))
+    first, second = with_fetched(messages, ServerSettings(allow_remote_images=True), threading.Event())
     [found] = first["content"].images.values()
     assert (found.data, found.detail, found.address) == (FILE, "low", "")
     assert second is messages[1]
@@ -272,8 +302,36 @@ def test_a_server_that_sends_byte_by_byte_is_cut_off(head: bytes):
         thread.start()
         url = urlsplit(f"http://images.example:{server.getsockname()[1]}/a.png")
         with pytest.raises(TimeoutError):
-            answer_of(url, "127.0.0.1", time.monotonic() + 0.2)
+            answer_of(url, "127.0.0.1", time.monotonic() + 0.2, stop=threading.Event())
         thread.join()
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_fetching_ends_once_it_is_stopped(accepts: bool):
+    """Stop while the server sends nothing, or does not even accept the connection."""
+    stop = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def leave() -> None:
+            if accepts:
+                held.append(server.accept()[0])
+            stop.set()
+
+        held: list[socket.socket] = []
+        thread = threading.Thread(target=leave)
+
+        def ask(parts: Any, _place: str, until: float) -> tuple[bytes, str | None]:
+            thread.start()
+            return answer_of(parts, "127.0.0.1", until, stop=stop)
+
+        url = f"http://images.example:{server.getsockname()[1]}/a.png"
+        until = time.monotonic() + WATCHDOG
+        with pytest.raises(StepCancelledError):
+            fetched(url, until, lambda *_: ["93.184.215.14"], ask, stop)
+        assert time.monotonic() < until
+        thread.join()
+        for connection in held:
+            connection.close()
 
 
 @pytest.mark.anyio

@@ -26,7 +26,7 @@ Image = pytest.importorskip("PIL.Image")
 HOW: dict[str, Any] = {"device": "cpu", "n_threads": 2, "n_ctx": 1024}
 
 
-@pytest.fixture(params=["idefics3", "gemma3", "qwen2.5vl", "qwen3vl", "llava-next", "internvl"])
+@pytest.fixture(params=["idefics3", "gemma3", "qwen2.5vl", "qwen3vl", "llava-next", "internvl", "gemma4"])
 def seeing(request: pytest.FixtureRequest, tmp_path: Path, run_folder: Path) -> Path:
     """Return a text model with the projector of a tiny random model next to it."""
     shutil.copy(tiny_vision.shared_encoder(request.param, run_folder), tmp_path / "mmproj-model-f16.gguf")

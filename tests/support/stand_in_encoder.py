@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 import hotset
 from hotset.errors import InvalidRequestError
-from hotset.images import ImageReader
+from hotset.images import Decode, ImageReader
 from hotset.vision import Layout, Picture
 
 
@@ -23,7 +24,7 @@ def file_of(height: int = 8, width: int = 12, number: int = 1) -> bytes:
     return f"picture {height}x{width} {number}".encode()
 
 
-def decoded(data: bytes) -> Picture:
+def decoded(data: bytes, *, stop: threading.Event | None = None) -> Picture:
     found = re.fullmatch(rb"picture (\d+)x(\d+) \d+", data)
     if found is None:
         raise InvalidRequestError("the image is in no known format")
@@ -76,10 +77,12 @@ class StandInEncoder:
         self.closed = True
 
 
-def give_images(model: hotset.Model, *, cache_bytes: int = 1 << 20, **traits: bool | int) -> StandInEncoder:
+def give_images(
+    model: hotset.Model, *, cache_bytes: int = 1 << 20, decode: Decode = decoded, **traits: bool | int
+) -> StandInEncoder:
     """Give a loaded model a stand-in encoder, and return it. traits: of StandInEncoder."""
     encoder = StandInEncoder(model.config.n_embd, **traits)  # type: ignore[arg-type]
-    model.images = ImageReader(encoder, decoded, cache_bytes=cache_bytes)  # type: ignore[arg-type]
+    model.images = ImageReader(encoder, decode, cache_bytes=cache_bytes)  # type: ignore[arg-type]
     model.decided = replace(model.decided, images=model.images)
     return encoder
 

@@ -163,7 +163,8 @@ def _qwen25vl() -> Any:
     return _random(transformers.Qwen2_5_VLForConditionalGeneration(config))
 
 
-def _qwen3vl() -> Any:
+def qwen3vl(**vision: Any) -> Any:
+    """Return a random Qwen3-VL. vision: other entries of vision_config."""
     config = transformers.Qwen3VLConfig(
         text_config={
             **TEXT, "num_hidden_layers": 3,
@@ -172,7 +173,7 @@ def _qwen3vl() -> Any:
         vision_config={
             "depth": 4, "hidden_size": 32, "out_hidden_size": N_EMBD, "num_heads": 2, "intermediate_size": 56,
             "patch_size": 4, "spatial_merge_size": 2, "num_position_embeddings": 36,
-            "deepstack_visual_indexes": [0, 2],
+            "deepstack_visual_indexes": [0, 2], **vision,
         },
         image_token_id=IMAGE_TOKEN,
     )  # fmt: skip
@@ -291,16 +292,21 @@ def _llava_next_features(model: Any, found: Any) -> tuple[np.ndarray, np.ndarray
     return _embeddings(features), patches_of(found["pixel_values"][0], 8)
 
 
-def _internvl() -> Any:
+def internvl(**vision: Any) -> Any:
+    """Return a random InternVL. vision: other entries of vision_config."""
     config = transformers.InternVLConfig(
         text_config={"model_type": "qwen2", **TEXT},
         vision_config={
             "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 2,
-            "image_size": [32, 32], "patch_size": [8, 8],
+            "image_size": [32, 32], "patch_size": [8, 8], **vision,
         },
         image_token_id=IMAGE_TOKEN,
     )  # fmt: skip
     return _random(transformers.InternVLForConditionalGeneration(config))
+
+
+def _internvl_6b() -> Any:
+    return internvl(norm_type="rms_norm", use_qk_norm=True)
 
 
 def _internvl_processor() -> Any:
@@ -317,17 +323,69 @@ def _internvl_features(model: Any, found: Any) -> tuple[np.ndarray, np.ndarray]:
     return _embeddings(features), patches_of(found["pixel_values"], 8)
 
 
+def gemma4(**vision: Any) -> Any:
+    """Return a random Gemma 4. vision: other entries of vision_config."""
+    config = transformers.Gemma4Config(
+        text_config={
+            **TEXT, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 40, "global_head_dim": 16, "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 300, "num_kv_shared_layers": 0, "pad_token_id": 0,
+            "use_bidirectional_attention": "vision", "tie_word_embeddings": True,
+        },
+        vision_config={
+            "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 220,
+            "standardize": True, "use_clipped_linears": True, **vision,
+        },
+        audio_config=None, image_token_id=IMAGE_TOKEN,
+    )  # fmt: skip
+    model = _random(transformers.Gemma4ForConditionalGeneration(config))
+    generator = torch.Generator().manual_seed(8)
+    for name, values in model.named_buffers():
+        stem, _, kind = name.rpartition(".")
+        noise = torch.rand(values.shape, generator=generator)
+        if kind in ("std_bias", "std_scale", "layer_scalar"):
+            values.copy_(0.5 + noise)
+        elif kind in ("input_min", "output_min"):  # they change a tenth of the values
+            values.copy_(-1.5 - noise)
+        elif kind in ("input_max", "output_max"):
+            values.copy_(1.5 + noise)
+        else:
+            assert not stem.endswith("_proj"), name
+    return model
+
+
+def _gemma4_plain() -> Any:
+    return gemma4(standardize=False, use_clipped_linears=False)
+
+
+def _gemma4_processor() -> Any:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    return Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)
+
+
+def _gemma4_features(model: Any, found: Any) -> tuple[np.ndarray, np.ndarray]:
+    features = model.model.get_image_features(found["pixel_values"], found["image_position_ids"])
+    n = 9 * int(found["num_soft_tokens_per_image"][0])
+    rows = found["pixel_values"][0, :n].reshape(n, 4, 4, 3).permute(0, 3, 1, 2).reshape(n, -1)
+    return _embeddings(features), (2 * (rows - 0.5)).numpy()
+
+
 RECIPES = {
+    "gemma4": Recipe(gemma4, _gemma4_processor, _gemma4_features, 4),
+    "gemma4-plain": Recipe(_gemma4_plain, _gemma4_processor, _gemma4_features, 4),
     "llava": Recipe(_llava, _llava_processor, _llava_features, 8),
     "llava-next": Recipe(_llava_next, _llava_next_processor, _llava_next_features, 8),
-    "internvl": Recipe(_internvl, _internvl_processor, _internvl_features, 8),
+    "internvl": Recipe(internvl, _internvl_processor, _internvl_features, 8),
+    "internvl-6b": Recipe(_internvl_6b, _internvl_processor, _internvl_features, 8),
     "idefics3": Recipe(_idefics3, _idefics3_processor, _idefics3_features, 8, nested=True),
     "gemma3": Recipe(_gemma3, _gemma3_processor, _gemma3_features, 7),
     "pixtral": Recipe(_pixtral, _pixtral_processor, _pixtral_features, 4, has_tokenizer=True),
     "pixtral-12b": Recipe(_pixtral_12b, _pixtral_processor, _pixtral_12b_features, 8, has_tokenizer=True),
     "qwen2vl": Recipe(_qwen2vl, _qwen_processor, _qwen_features, 4),
     "qwen2.5vl": Recipe(_qwen25vl, _qwen_processor, _qwen_features, 4),
-    "qwen3vl": Recipe(_qwen3vl, _qwen_processor, _qwen_features, 4),
+    "qwen3vl": Recipe(qwen3vl, _qwen_processor, _qwen_features, 4),
 }
 
 

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,6 +198,20 @@ def test_memory_is_bounded_by_the_parent_where_the_system_has_no_limits(
     with kind.started(ChildLimits(seconds=600.0, longest=600.0, n_bytes=16 << 20)) as child:
         error = fault(kind, child, kind.large)
         assert (error.cause, error.detail) == (Cause.MEMORY, "16 MiB")
+
+
+def test_a_child_ends_once_it_is_stopped(kind: Kind) -> None:
+    """Stop while the child starts, and while it computes."""
+    stop = threading.Event()
+    stop.set()
+    for greeted in (False, True):
+        with kind.started(LIMITS) as child:
+            if greeted:
+                kind.greet(child)
+            with pytest.raises(ChildError) as raised:
+                child.ask(encoded(kind.slow), kind.heavy, kind.most_raw, stop, **kind.expected)
+            assert raised.value.cause == Cause.STOPPED
+            assert child.process.wait() != 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc shows the limits")

@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import io
-import struct
+import threading
 import zlib
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+from image_files import DAMAGE, FORMATS, ORIENTATION, chunk, colours, file_of, png
 
-from hotset.errors import InvalidRequestError
+from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.text.child import Child, encoded
 from hotset.vision import ImageLimits, Picture, decoded, pictures
 
 Image = pytest.importorskip("PIL.Image")
-
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
-ORIENTATION = 0x0112  # in EXIF
-
-
-def colours(height: int = 24, width: int = 40) -> np.ndarray:
-    """Return smooth colours, which every format keeps approximately, uint8 [height, width, 3]."""
-    y, x = np.indices((height, width))
-    return np.stack([6 * x, 10 * y, 4 * (x + y)], axis=2).astype(np.uint8)
-
-
-def file_of(image: Any, format: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, format, **options)
-    return file.getvalue()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -110,20 +94,6 @@ def test_other_arrays_are_refused(pixels: np.ndarray) -> None:
 # ---- limits
 
 
-def png(width: int, height: int, rows: int | None = None) -> bytes:
-    """Return a black PNG with as many rows of data as given (None: all), made without its pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    data, compress = b"", zlib.compressobj(9)
-    for _ in range(height if rows is None else rows):
-        data += compress.compress(bytes(1 + 3 * width))
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    parts = chunk(b"IHDR", header) + chunk(b"IDAT", data + compress.flush()) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + parts
-
-
 def test_limits_come_before_decoding() -> None:
     with pytest.raises(InvalidRequestError, match=r"The image has 1\.0 KiB, more than the limit of 1000 B\."):
         decoded(b"x" * 1024, ImageLimits(n_bytes=1000))
@@ -140,11 +110,8 @@ def test_bombs_end_with_a_message() -> None:
     """Decode data that expand a thousandfold: more rows than the header says, and comments of gigabytes."""
     assert decoded(png(64, 2, rows=200_000)).pixels.shape == (2, 64, 3)
     bomb = zlib.compress(bytes(1 << 28), 9)
-    data, at = png(4, 4), 33  # after the header
-    text = b"zTXt" + b"a\0\0" + bomb
-    text = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
     with pytest.raises(InvalidRequestError, match="The image file is damaged"):
-        decoded(data[:at] + text + data[at:])
+        decoded(png(4, 4, more=[chunk(b"zTXt", b"a\0\0" + bomb)]))
 
 
 def test_slow_and_large_images_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +123,13 @@ def test_slow_and_large_images_are_ended(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(pictures, "LIMITS", type(limits)(seconds=60.0, longest=60.0, n_bytes=16 << 20))
     with pytest.raises(InvalidRequestError, match="takes more than 16 MiB of memory to decode"):
         decoded(data)
+
+
+def test_decoding_ends_once_it_is_stopped() -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(StepCancelledError):
+        decoded(png(5000, 5000), stop=stop)
 
 
 def test_missing_pillow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,23 +146,6 @@ def test_missing_pillow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- damaged files
 
 
-def damaged(data: bytes, rng: np.random.Generator) -> Iterator[bytes]:
-    """Yield files with bytes flipped, cut off, repeated, or replaced by extreme numbers."""
-    array = np.frombuffer(data, np.uint8)
-    while True:
-        yield data[: rng.integers(len(data))]
-        flipped = array.copy()
-        at = rng.integers(len(data), size=rng.integers(1, 20))
-        flipped[at] = rng.integers(0, 256, len(at))
-        yield flipped.tobytes()
-        start, n = rng.integers(len(data)), rng.integers(1, 60)
-        yield data[:start] + data[start : start + n] * int(rng.integers(2, 50)) + data[start:]
-        extreme = array.copy()
-        start = rng.integers(len(data) - 4)
-        extreme[start : start + 4] = rng.choice([0, 255, 127, 128])
-        yield extreme.tobytes()
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_damaged_files_bring_nothing_down(format: str) -> None:
     """Send 150 damaged files of a format to one process, which must answer each, and keep its memory."""
@@ -199,7 +156,9 @@ def test_damaged_files_bring_nothing_down(format: str) -> None:
     limits, refused = ImageLimits(n_pixels=1 << 20), 0
     with Child("hotset.formats.image_child", ("PIL",), pictures.LIMITS) as child:
         process = None
-        for i, file in zip(range(150), damaged(data, np.random.default_rng(3)), strict=False):
+        rng, kinds = np.random.default_rng(3), list(DAMAGE.values())
+        for i in range(150):
+            file = kinds[i % len(kinds)](data, rng)
             request = encoded({"n_pixels": limits.n_pixels, "n_raw": len(file)})
             answer = child.ask(request, file, 3 * limits.n_pixels, height=int, width=int, raw=bytes)
             if "error" in answer:

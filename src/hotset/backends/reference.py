@@ -173,8 +173,11 @@ class ReferenceBackend(WithoutDevices):
         assert not isinstance(op, ops.LowRank), "it is of some sequences, which _with_adapters knows"
         match op:
             case ops.Embed():
-                info, encoded = self.weights.tensors[op.weight], encoded_rows(self.weights, op, batch)
-                return with_images(op, dequantize(encoded, info.type, (info.shape[0], len(encoded))), batch)
+                return self._embedded(op, batch)
+            case ops.MixRows():
+                return mix_rows(self._weight(op.weight), values[op.at.id])
+            case ops.Clip():
+                return np.clip(values[op.x.id], self._weight(op.low), self._weight(op.high))
             case ops.AddImage():
                 return add_image(op, values[op.x.id], batch)
             case ops.RMSNorm() | ops.UnitNorm():
@@ -212,9 +215,7 @@ class ReferenceBackend(WithoutDevices):
             ):  # fmt: skip
                 return self._recurrent(op, values, batch)
             case ops.Activate():
-                if op.xielu is not None:
-                    return xielu(values[op.x.id], op.xielu)
-                return ACTIVATIONS[op.kind](values[op.x.id], np.float32(op.threshold))
+                return activated(op, values[op.x.id])
             case ops.GaussianTopK():
                 return gaussian_top_k(values[op.x.id], op.multiplier)
             case ops.Multiply() | ops.GateHeads():
@@ -238,8 +239,7 @@ class ReferenceBackend(WithoutDevices):
                 return self._routed(op, values[op.x.id], batch)
             case ops.ExpertLinear():
                 x = values[op.x.id]
-                of_all = x[:, None].repeat(op.n_used, axis=1)
-                x = x.reshape(len(x), op.n_used, -1) if op.of_parts else of_all
+                x = x.reshape(len(x), op.n_used, -1) if op.of_parts else x[:, None].repeat(op.n_used, 1)
                 return self._by_experts(op, x, values[op.route.id], op.n_rows).reshape(len(x), -1)
             case ops.ExpertSum():
                 return self._expert_sum(op, values[op.x.id], values[op.route.id])
@@ -247,6 +247,10 @@ class ReferenceBackend(WithoutDevices):
                 return joined_rows(op, values[op.x.id], batch.outputs)
             case _:
                 assert_never(op)
+
+    def _embedded(self, op: ops.Embed, batch: Batch) -> np.ndarray:
+        info, encoded = self.weights.tensors[op.weight], encoded_rows(self.weights, op, batch)
+        return with_images(op, dequantize(encoded, info.type, (info.shape[0], len(encoded))), batch)
 
     def _with_adapters(
         self, op: ops.LowRank, values: dict[int, np.ndarray], batch: Batch, scales: np.ndarray
@@ -572,8 +576,9 @@ def seen_by(
             seen, first = whole[sequence][: own + reach + 1], max(own - reach, 0)
         if op.groups != "none" and batch.groups is not None:
             start, end = batch.groups[token].tolist()
-            if op.groups == "also":
-                start, end = min(start, first), max(end, len(seen))
+            if op.groups != "only":
+                start = min(start, first) if op.groups == "also" else first
+                end = max(end, len(seen))
             seen, first = whole[sequence][:end], start
         positions = np.arange(first, len(seen))
         if chosen is not None and op.blocks is None:
@@ -903,6 +908,20 @@ def xielu(x: np.ndarray, f: XIELU) -> np.ndarray:
     positive, negative, linear, eps = map(F32, (f.positive, f.negative, f.linear, f.eps))
     below = negative * (np.expm1(np.minimum(x, eps)) - x) + linear * x
     return np.where(x > 0, positive * x * x + linear * x, below)
+
+
+def activated(op: ops.Activate, x: np.ndarray) -> np.ndarray:
+    return ACTIVATIONS[op.kind](x, F32(op.threshold)) if op.xielu is None else xielu(x, op.xielu)
+
+
+def mix_rows(table: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Return sums of rows of a table [n_rows, width], as operations.MixRows: float32 [n_tokens, width]."""
+    out = np.zeros((len(at), table.shape[1]), np.float32)
+    numbers, shares = np.split(at, 2, axis=1)
+    places = np.where((numbers >= 0) & (numbers < len(table)), numbers, 0).astype(np.int64)
+    for place, share in zip(places.T, shares.T, strict=True):
+        out += share[:, None] * table[place]
+    return out
 
 
 def multiplied(op: ops.Multiply | ops.GateHeads, values: Mapping[int, np.ndarray]) -> np.ndarray:

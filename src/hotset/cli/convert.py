@@ -65,14 +65,7 @@ def convert(
             kind=options.TENSOR_TYPE,
         ),
     ] = "f16",
-    tensor_type: Annotated[
-        list[str] | None,
-        options.option(
-            "--tensor-type",
-            "Type of the matrices whose names match a pattern; repeatable.",
-            metavar="PATTERN=TYPE",
-        ),
-    ] = None,
+    tensor_type: options.TensorTypes = None,
     mmproj: Annotated[
         bool,
         options.option("--mmproj", "Write the image encoder and its projector instead of the text model."),

@@ -149,6 +149,14 @@ def _tensor_type(text: str) -> str:
 
 
 TENSOR_TYPE = OptionType("TYPE", _tensor_type)
+TensorTypes = Annotated[
+    list[str] | None,
+    option(
+        "--tensor-type",
+        "Type of the matrices whose names match a regular expression; repeatable, the first wins.",
+        metavar="PATTERN=TYPE",
+    ),
+]
 LONGEST = 512  # tokens of a sequence in an observation
 OBSERVED = 128  # tokens at a time: the values of their neurons, in all layers, are in memory
 SequenceSize = Annotated[int | None, option("--ctx-size -c", "Tokens of a sequence.", min=2, max=LONGEST)]

@@ -39,14 +39,7 @@ class TypeOptions:
             usual="q4_0, or with --tensor-type the file's",
         ),
     ] = None
-    tensor_type: Annotated[
-        list[str] | None,
-        options.option(
-            "--tensor-type",
-            "Type of the matrices whose names match a regular expression; repeatable, the first wins.",
-            metavar="PATTERN=TYPE",
-        ),
-    ] = None
+    tensor_type: options.TensorTypes = None
     allow_requantize: Annotated[
         bool, options.option("--allow-requantize", "Quantise matrices again that are already quantised.")
     ] = False

@@ -86,7 +86,7 @@ _NEXTN_MODULE = re.compile(r"(model\.)?mtp\..*")  # predicts more than one token
 # Tensors of the other parts of models that see.
 _OTHER_PARTS = re.compile(
     r"(model\.)?((visual|vit|vision_tower|vision_model|audio_tower|embed_vision|embed_audio|sam_model|qwen2_model|multi_modal_projector|projector|connector|mlp_AR|vision_adapter|vision_projection)\..*"
-    r"|image_newline|view_seperator)"
+    r"|image_newline|view_seperator|mlp1\..*)"
 )
 # Tensors that were trained with encoders and do not affect their hidden states.
 _OTHER_HEADS = re.compile(

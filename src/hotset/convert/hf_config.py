@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hotset.convert.checkpoints import CLASSES
-from hotset.convert.checkpoints.classes import SYNONYMS, HFClass
+from hotset.convert.checkpoints.classes import SYNONYMS, HFClass, text_config
 from hotset.convert.fp8 import block_of, is_fp8
 from hotset.convert.hf_experts import HFMoE
 from hotset.convert.hf_layers import check_unrotated, window_keys
@@ -49,8 +49,8 @@ def _renamed(config: dict[str, Any]) -> dict[str, Any]:
 
 def _of_text(config: dict[str, Any], hf_class: HFClass) -> dict[str, Any]:
     """Return config.json with the entries of the model that generates on its top level."""
-    text = config.get("text_config", config.get("language_config"))
-    if not hf_class.sees or not isinstance(text, dict):
+    text = text_config(config)
+    if not hf_class.sees or text is None:
         return config
     whole = {k: config[k] for k in ("tie_word_embeddings", "architectures") if k in config}
     return config | text | whole  # the output belongs to the whole model

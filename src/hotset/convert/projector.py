@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from hotset.convert.checkpoints.classes import text_config
+from hotset.convert.checkpoints.qwen import deep_layers
 from hotset.convert.checkpoints.sees import SIZES
 from hotset.convert.hf_checkpoint import Checkpoint
 from hotset.convert.hf_config import read_json
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 _T = GGMLType
 _HALF, _CLIP_MEAN = (0.5, 0.5, 0.5), (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_KINDS = "weight", "bias", "input_min", "input_max", "output_min", "output_max"
 _FILTERS = {1: "LANCZOS", 2: "BILINEAR", 3: "BICUBIC"}  # Pillow's numbers
 
 # Names in checkpoints, without the text before the vision part → names in the file. A name that does not end
@@ -105,6 +108,7 @@ _INTERNVL = {
     r"embeddings\.position_embeddings": "v.position_embd.weight",
     r"encoder\.layer\.(\d+)\.attention\.([qkv])_proj": r"v.blk.\1.attn_\2",
     r"encoder\.layer\.(\d+)\.attention\.projection_layer": r"v.blk.\1.attn_out",
+    r"encoder\.layer\.(\d+)\.attention\.([qk]_norm)": r"v.blk.\1.attn_\2",
     r"encoder\.layer\.(\d+)\.lambda_([12])": r"v.blk.\1.ls\2.weight",
     r"encoder\.layer\.(\d+)\.layernorm_before": r"v.blk.\1.ln1",
     r"encoder\.layer\.(\d+)\.layernorm_after": r"v.blk.\1.ln2",
@@ -113,6 +117,35 @@ _INTERNVL = {
     r"layer_norm": "mm.model.mlp.0",
     r"linear_1": "mm.model.mlp.1",
     r"linear_2": "mm.model.mlp.3",
+}
+
+
+_INTERNVL_CHAT = {
+    r"embeddings\.class_embedding": "v.class_embd",
+    r"embeddings\.patch_embedding": "v.patch_embd",
+    r"embeddings\.position_embedding": "v.position_embd.weight",
+    r"encoder\.layers\.(\d+)\.attn\.qkv": r"v.blk.\1.attn_q v.blk.\1.attn_k v.blk.\1.attn_v",
+    r"encoder\.layers\.(\d+)\.attn\.proj": r"v.blk.\1.attn_out",
+    r"encoder\.layers\.(\d+)\.attn\.([qk]_norm)": r"v.blk.\1.attn_\2",
+    r"encoder\.layers\.(\d+)\.ls([12])": r"v.blk.\1.ls\2.weight",
+    r"encoder\.layers\.(\d+)\.norm([12])": r"v.blk.\1.ln\2",
+    r"encoder\.layers\.(\d+)\.mlp\.fc1": r"v.blk.\1.ffn_up",
+    r"encoder\.layers\.(\d+)\.mlp\.fc2": r"v.blk.\1.ffn_down",
+    r"mlp1\.([013])": r"mm.model.mlp.\1",
+}
+_GEMMA4 = {
+    r"patch_embedder\.input_proj": "v.patch_embd",
+    r"patch_embedder\.position_embedding_table": "v.position_embd.weight",
+    r"encoder\.layers\.(\d+)\.input_layernorm": r"v.blk.\1.ln1",
+    r"encoder\.layers\.(\d+)\.post_attention_layernorm": r"v.blk.\1.attn_post_norm",
+    r"encoder\.layers\.(\d+)\.pre_feedforward_layernorm": r"v.blk.\1.ln2",
+    r"encoder\.layers\.(\d+)\.post_feedforward_layernorm": r"v.blk.\1.ffn_post_norm",
+    r"encoder\.layers\.(\d+)\.self_attn\.([qk]_norm)": r"v.blk.\1.attn_\2",
+    r"encoder\.layers\.(\d+)\.self_attn\.([qkv])_proj(\.linear)?": r"v.blk.\1.attn_\2",
+    r"encoder\.layers\.(\d+)\.self_attn\.o_proj(\.linear)?": r"v.blk.\1.attn_out",
+    r"encoder\.layers\.(\d+)\.mlp\.(gate|up|down)_proj(\.linear)?": r"v.blk.\1.ffn_\2",
+    r"(std_bias|std_scale)": r"v.\1",
+    r"embedding_projection": "mm.input_projection",
 }
 
 
@@ -125,7 +158,8 @@ class EncoderClass:
     vision_config that the class has if config.json has not. mean, std: of the processor. resample: Pillow's
     filter. keys: returns further keys, without `clip.`, from vision_config, config.json and the processor's
     file. whole: types of tensors in files of any type but F32. turned: rows of queries and keys are for
-    pairs of channels in the halves of a head, and become pairs of neighbours.
+    pairs of channels in the halves of a head, and become pairs of neighbours. normalises: the processor
+    subtracts the mean.
     """
 
     projector: str
@@ -138,6 +172,7 @@ class EncoderClass:
     keys: Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
     whole: Mapping[str, GGMLType]
     turned: bool = False
+    normalises: bool = True
 
 
 def _idefics3_keys(
@@ -158,6 +193,29 @@ def _gemma3_keys(
     per_side = math.isqrt(integer(config, "mm_tokens_per_image", 256))
     merge = side // integer(vision, "patch_size") // per_side
     return {} if merge == 4 else {"vision.projector.scale_factor": merge}
+
+
+def _gemma4_keys(
+    vision: Mapping[str, Any], config: Mapping[str, Any], images: Mapping[str, Any]
+) -> dict[str, Any]:
+    n_head = integer(vision, "num_attention_heads")
+    n_embd, merge = integer(vision, "hidden_size"), integer(vision, "pooling_kernel_size")
+    rope = vision.get("rope_parameters") or {}
+    known = {"rope_type": "axial", "rope_theta": 100.0}
+    _check_entries(rope if isinstance(rope, dict) else {"rope_type": rope}, known)
+    _check_entries(vision, {"num_key_value_heads": n_head, "attention_bias": False})
+    _check_entries(vision, {"head_dim": n_embd // n_head, "hidden_activation": "gelu_pytorch_tanh"})
+    text = text_config(config) or {}
+    is_causal = integer(text, "hidden_size", 2304) in FAMILIES["gemma4v"].causal_widths
+    _check_entries(text, {"use_bidirectional_attention": None if is_causal else "vision"})
+    sizes = {"patch_size": integer(vision, "patch_size"), "pooling_kernel_size": merge}
+    _check_entries(images, sizes, "the image processor's")
+    keys: dict[str, Any] = {"vision.attention.layer_norm_epsilon": float(number(vision, "rms_norm_eps"))}
+    if merge != 3:
+        keys["vision.projector.scale_factor"] = merge
+    if (most := integer(images, "max_soft_tokens", 280)) != 280:
+        keys["vision.image_max_pixels"] = most * (merge * integer(vision, "patch_size")) ** 2
+    return keys
 
 
 def _llava_keys(
@@ -203,12 +261,25 @@ def _internvl_keys(
 ) -> dict[str, Any]:
     known = {"projector_hidden_act": "gelu", "vision_feature_layer": -1, "downsample_ratio": 0.5}
     _check_entries(config, known | {"vision_feature_select_strategy": "default"})
-    _check_entries(vision, {"norm_type": "layer_norm", "use_qk_norm": False, "use_mean_pooling": True})
+    _check_entries(vision, {"use_mean_pooling": True})
     _checked_side(vision, images, "size", "height", "tiles")
     return {
         "vision.projector.scale_factor": 2,
         "vision.preproc_min_tiles": integer(images, "min_patches", 1),
         "vision.preproc_max_tiles": integer(images, "max_patches", 12),
+    }
+
+
+def _internvl_chat_keys(
+    vision: Mapping[str, Any], config: Mapping[str, Any], images: Mapping[str, Any]
+) -> dict[str, Any]:
+    side = integer(vision, "image_size")
+    known = {"select_layer": -1, "downsample_ratio": 0.5, "ps_version": "v2", "use_thumbnail": True}
+    _check_entries(config, known | {"force_image_size": side})
+    return {
+        "vision.projector.scale_factor": 2,
+        "vision.preproc_min_tiles": integer(config, "min_dynamic_patch", 1),
+        "vision.preproc_max_tiles": integer(config, "max_dynamic_patch", 12),
     }
 
 
@@ -252,12 +323,8 @@ def _qwen_keys(
 def _qwen3_keys(
     vision: Mapping[str, Any], config: Mapping[str, Any], images: Mapping[str, Any]
 ) -> dict[str, Any]:
-    n_layer, indexes = (
-        integer(vision, "num_hidden_layers", high=1 << 10),
-        vision.get("deepstack_visual_indexes"),
-    )
-    if not isinstance(indexes, list) or sorted({i for i in indexes if i in range(n_layer)}) != indexes:
-        raise UnsupportedModelError("deepstack_visual_indexes in config.json must be layers in rising order")
+    n_layer = integer(vision, "num_hidden_layers", high=1 << 10)
+    indexes = deep_layers(vision, n_layer)
     deep = [i in indexes for i in range(n_layer)]
     return _qwen_keys(vision, config, images) | {"vision.is_deepstack_layers": deep}
 
@@ -288,7 +355,6 @@ _QWEN3VL = EncoderClass(
     | {
         "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16,
         "hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": [8, 16, 24],
     },
     _HALF, _HALF, 3, _qwen3_keys, {"v.position_embd.weight": _T.F32},
 )  # fmt: skip
@@ -310,16 +376,20 @@ _LLAVA = EncoderClass(
     },
     _CLIP_MEAN, _CLIP_STD, 3, _llava_keys, {"v.position_embd.weight": _T.F32},
 )  # fmt: skip
+_OF_INTERNVL = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "image_size": 448, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6,
+}  # fmt: skip
 CLASSES = {
     "LlavaNextForConditionalGeneration": _LLAVA,
     "InternVLForConditionalGeneration": EncoderClass(
-        "internvl", r"(model\.)?(vision_tower|multi_modal_projector)\.", _INTERNVL,
-        {
-            "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
-            "num_attention_heads": 16, "image_size": 448, "patch_size": 14, "hidden_act": "gelu",
-            "layer_norm_eps": 1e-6,
-        },
+        "internvl", r"(model\.)?(vision_tower|multi_modal_projector)\.", _INTERNVL, _OF_INTERNVL,
         _CLIP_MEAN, _CLIP_STD, 3, _internvl_keys, {"v.position_embd.weight": _T.F32},
+    ),
+    "InternVLChatModel": EncoderClass(  # as its authors publish it
+        "internvl", r"(vision_model\.|(?=mlp1\.))", _INTERNVL_CHAT, _OF_INTERNVL,
+        (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 3, _internvl_chat_keys,
+        {"v.position_embd.weight": _T.F32},
     ),
     "LlavaForConditionalGeneration": _PIXTRAL_CLASS,
     "Mistral3ForConditionalGeneration": _PIXTRAL_CLASS,
@@ -334,6 +404,16 @@ CLASSES = {
         },
         _OF_SIGLIP | {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16},
         _HALF, _HALF, 2, _gemma3_keys, _F32 | {"mm.input_projection.weight": _T.F16},
+    ),
+    "Gemma4ForConditionalGeneration": EncoderClass(
+        "gemma4v", r"(model\.)?(vision_tower|embed_vision)\.", _GEMMA4,
+        {
+            "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12,
+            "head_dim": 64, "patch_size": 16, "pooling_kernel_size": 3, "image_size": 224,
+            "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "rms_norm_eps": 1e-6,
+        },
+        (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), 3, _gemma4_keys, {"v.position_embd.weight": _T.F32},
+        normalises=False,
     ),
     "Qwen2VLForConditionalGeneration": _QWEN2VL,
     "Qwen2_5_VLForConditionalGeneration": EncoderClass(
@@ -456,17 +536,17 @@ def _keys(family: EncoderClass, config: Mapping[str, Any], images: Mapping[str, 
         if side**2 != n:
             raise UnsupportedModelError(f"{n} learned positions in config.json do not form a square")
         vision["image_size"] = side * integer(vision, "patch_size")
-    for entry in ("do_resize", "do_rescale", "do_normalize"):
-        if images.get(entry, True) is not True:
-            raise UnsupportedModelError(f"an image processor with {entry} off is not supported")
+    for entry, usual in {"do_resize": True, "do_rescale": True, "do_normalize": family.normalises}.items():
+        if images.get(entry, usual) is not usual:
+            state = "off" if usual else "on"
+            raise UnsupportedModelError(f"an image processor with {entry} {state} is not supported")
     if (resample := images.get("resample", family.resample)) != family.resample:
         given = _FILTERS.get(resample) if type(resample) is int else None
         raise UnsupportedModelError(
             f"the image processor's filter is {given or shown(resample)}, and only "
             f"{_FILTERS[family.resample]} is supported"
         )
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else {}
+    text = text_config(config) or {}
     return {
         "has_vision_encoder": True,
         "projector_type": family.projector,
@@ -555,6 +635,10 @@ def _sources(
         if twice := found & set(targets):
             raise FormatError(f"the checkpoint has two tensors for {min(twice)}, one of them {name}")
         found |= set(targets)
+        if rest == "patch_embedder.input_proj.weight" and values.ndim == 2:  # channel after channel
+            side = math.isqrt(values.shape[1] // 3)
+            values = values.reshape(len(values), side, side, -1).transpose(0, 3, 1, 2)
+        values = values.reshape(1) if values.ndim == 0 else values
         if values.ndim == 3 and len(values) == 1:  # one image of a batch
             values = values[0] if values.shape[1] > 1 else values[0, 0]
         if not targets:
@@ -587,14 +671,14 @@ def _targets(rest: str, family: EncoderClass) -> list[str]:
     for pattern, target in family.tensors.items():
         if (match := re.fullmatch(pattern, rest)) is not None:
             return match.expand(target).split()
-        if kind in ("weight", "bias") and (match := re.fullmatch(pattern, stem)) is not None:
+        if kind in _KINDS and (match := re.fullmatch(pattern, stem)) is not None:
             return [f"{one}.{kind}" for one in match.expand(target).split()]
     raise UnsupportedModelError(f"the checkpoint has a tensor that is not known: {rest[:200]}")
 
 
 def _split(name: str, values: np.ndarray, targets: list[str]) -> Iterator[tuple[str, Origin]]:
     """Yield the parts of a tensor: equal rows for several targets, frames of a patch embedding."""
-    if len(values) % len(targets) or values.ndim not in (1, 2, 4, 5):
+    if len(values) % len(targets) or values.ndim not in (1, 2, 3, 4, 5):
         raise FormatError(f"the tensor {name} of the checkpoint is {list(values.shape)}")
     size = len(values) // len(targets)
     for i, target in enumerate(targets):

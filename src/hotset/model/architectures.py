@@ -21,7 +21,7 @@ from hotset.model.activation import (
     FFNActivation,
 )
 from hotset.model.keys import NormKind
-from hotset.model.operations import RopeKind, Scoring
+from hotset.model.operations import Groups, RopeKind, Scoring
 from hotset.parameters import shown
 
 if TYPE_CHECKING:
@@ -151,6 +151,8 @@ class Architecture:
       layers, and layers without attn_v use keys as values; layers may have a per-layer embedding of each
       token and a scale of their result (`layer_output_scale`), and the last ones may attend to other layers'
       keys and values (Gemma 4).
+    image_groups: which tokens of an image see one another if its encoder wants that: "also", in all layers,
+      or "ahead", in layers with a window, which still bounds the tokens before (see operations.Attention).
     """
 
     rope: RopeKind | None = "norm"
@@ -212,6 +214,7 @@ class Architecture:
     hyper: bool = False
     compressed: bool = False
     window_heads: bool = False
+    image_groups: Groups = "also"
     sub_norms: bool = False
     activation_at: int | None = None
     alibi: float | None = 0.0
@@ -311,7 +314,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma4": Architecture(
         rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=6,
         windowed_rope_base=10000.0, caps_scores=False, scaled_embedding=True, unscaled=True,
-        window_heads=True, experts=ExpertDefaults(where_routed=True, with_ffn=True, optional=True),
+        window_heads=True, image_groups="ahead",
+        experts=ExpertDefaults(where_routed=True, with_ffn=True, optional=True),
     ),
     "seed_oss": Architecture(rope="neox", ffn_norm="post_attention_norm"),
     "ernie4_5": Architecture(),

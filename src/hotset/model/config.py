@@ -78,9 +78,9 @@ class LayerConfig:
     n_ff: neurons of the FFN, or of one of its experts; 0: no FFN. experts: None: no experts.
     mixes: the layer has attention or another token mixer; mixer: which one, instead of attention or in
     addition to it; None: only attention.
-    rope: with final frequencies; None: positions are not rotated. window: how many tokens a token sees,
-    including itself; 0: all before it. attention_scale: of q · k. attention_softcap: see
-    operations.Attention; 0: no cap.
+    rope: with final frequencies; None: positions are not rotated. more_rope: of the channels of a head after
+    the channels of `rope`. window: how many tokens a token sees, including itself; 0: all before it.
+    attention_scale: of q · k. attention_softcap: see operations.Attention; 0: no cap.
     bare: attention reads the stream without a norm, even if the FFN does not.
     value_norm: heads of values pass a norm without weights. source: the layer whose keys and values it
     attends to; None: its own. heads: KV heads and the channels of one; None: the model's. result_scale: of
@@ -116,6 +116,7 @@ class LayerConfig:
     result_scale: float = 1.0
     block_size: int = 0
     groups: Groups = "none"
+    more_rope: Rope | None = None
 
     @property
     def n_neurons(self) -> int:
@@ -322,12 +323,14 @@ class ModelConfig:
 
         groups: tokens of an image see one another. n_layers: as n_image_layers.
         """
-        interleaved = ARCHITECTURES[self.architecture].interleaved_axes
+        architecture = ARCHITECTURES[self.architecture]
+        kind, interleaved = architecture.image_groups, architecture.interleaved_axes
         layers = []
         for layer in self.layers:
             if layer.rope is not None and self.sections:
                 layer = replace(layer, rope=with_axes(layer.rope, self.sections, interleaved=interleaved))
-            layers.append(replace(layer, groups="also" if groups and layer.mixer is None else "none"))
+            has_groups = groups and layer.mixer is None and (kind == "also" or layer.window > 0)
+            layers.append(replace(layer, groups=kind if has_groups else "none"))
         return replace(self, layers=tuple(layers), n_image_layers=n_layers)
 
     def for_context(self, n_ctx: int) -> ModelConfig:

@@ -700,6 +700,9 @@ class Decoder(GraphBuilder):
             x = self.add(
                 ops.Rotate(self.value(f"{name}_rope", x.width), x, n_head, head_dim, rope, **self.where)
             )
+        if rope is not None and layer.more_rope is not None:
+            out, more = self.value(f"{name}_rope_more", x.width), layer.more_rope
+            x = self.add(ops.Rotate(out, x, n_head, head_dim, more, rope.n_rot, **self.where))
         if layer.qk_norm and layer.qk_norm_last:
             x = self._head_norm(x, name, n_head, layer.qk_norm)
         return x

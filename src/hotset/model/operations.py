@@ -32,7 +32,7 @@ ActivationKind = Literal[
 RopeKind = Literal["norm", "neox"]  # norm: pairs (2i, 2i+1); neox: pairs (i, i + n_rot/2)
 Scoring = Literal["softmax", "sigmoid", "softmax_chosen", "sqrt_softplus"]  # of experts; see Route
 Part = Literal["predictor", "ffn", "attention", "other"]
-Groups = Literal["none", "only", "also"]  # the tokens that a group adds; see Attention
+Groups = Literal["none", "only", "also", "ahead"]  # the tokens that a group adds; see Attention
 
 PARTS: tuple[Part, ...] = ("predictor", "ffn", "attention", "other")  # for statistics
 SHIFT = 1.0, -1.0  # weights of a token shift, for every channel (see ShortConv)
@@ -186,6 +186,35 @@ class Embed(Operation):
     of: Literal["token", "position", "type"] = "token"
     first_row: int = 0
     image_parts: int = 0
+
+
+@dataclass(frozen=True)
+class MixRows(Operation):
+    """out[t] = the sum of n rows of `weight`, each times its share, added in order from 0.
+
+    at: [n_tokens, 2 * n], the numbers of the rows, then their shares. A number outside the table means row 0.
+    """
+
+    out: Value
+    at: Value
+    weight: Rows
+
+    def bytes_of(self, weight: Weight, info: TensorInfo) -> int:
+        return self.at.width // 2 * super().bytes_of(weight, info)
+
+    @property
+    def multiplications(self) -> int:
+        return self.at.width // 2 * self.out.width
+
+
+@dataclass(frozen=True)
+class Clip(Operation):
+    """out = x, at least `low` and at most `high`, which hold one number each."""
+
+    out: Value
+    x: Value
+    low: Vector
+    high: Vector
 
 
 @dataclass(frozen=True)
@@ -426,7 +455,8 @@ class Attention(Operation):
     token of each complete block of block_size tokens from position 0 on. It is both key and value, and also
     stored.
     groups: "only": a token sees its group (Batch.groups) instead of the tokens that `causal` and `window`
-    name; "also": in addition to them; "none": groups do not count.
+    name; "also": in addition to them; "ahead": in addition, but only the tokens after it; "none": groups do
+    not count.
     chosen: numbers of the blocks of chosen_size tokens that an Indexer chose. A token attends to the tokens
     of these blocks, and to those after the last complete block. With `blocks` it attends to its window, and
     of the compressed blocks only to the chosen ones. None: no block is left out.
@@ -1178,6 +1208,8 @@ def one_matrix(op: Linear | ExpertLinear) -> Linear:
 
 Primitive = (
     Embed
+    | MixRows
+    | Clip
     | AddImage
     | NgramEmbed
     | RMSNorm

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from functools import cached_property
@@ -49,7 +50,7 @@ from hotset.server.rows import (
     settings_of,
 )
 from hotset.server.shapes import EVENT_STREAM, documented, errors
-from hotset.server.streams import in_turn, off_loop, serving, streamed, whole
+from hotset.server.streams import off_loop, serving, streamed, until_left, whole
 from hotset.server.tool_fields import (
     MAX_TOOLS,
     AnyToolChoice,
@@ -501,12 +502,12 @@ async def count_tokens(body: PromptBody, http: Request) -> shapes.TokenCount:
     service = await serving(http, body.model, takes_adapter=True)
     model = service.model
 
-    def counted() -> int:
+    def counted(left: threading.Event) -> int:
         turns, tools = conversation(body.system, body.messages), _chosen(body).tools
         variables = {**body.thinking_settings.variables, **body.template_variables}
         variables = model.output_form.effort(variables, None).variables
         if model.images is not None:
-            turns = [dict(turn) for turn in with_fetched(turns, service.settings)]
-        return len(model.encode_chat(turns, tools or None, variables=variables))
+            turns = [dict(turn) for turn in with_fetched(turns, service.settings, left)]
+        return len(model.encode_chat(turns, tools or None, variables=variables, stop=left))
 
-    return shapes.TokenCount(input_tokens=await in_turn(http, counted))
+    return shapes.TokenCount(input_tokens=await until_left(http, counted))

@@ -133,7 +133,7 @@ async def apply_template(body: ChatBody, http: Request) -> TemplateReply:
             checked_messages(request.messages),
             list(request.tools) or None,
             request.opening,
-            model.images,
+            None if model.images is None else model.images.until(),
             **template_variables(variables),
         )
 

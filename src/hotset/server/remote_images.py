@@ -13,13 +13,14 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from hotset.errors import InvalidRequestError
+from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.escaping import clause
 from hotset.parameters import shown
 from hotset.server.errors import RequestError
@@ -35,6 +36,7 @@ MOST_FETCHED = 16
 """Images of one request that are fetched."""
 SECONDS = 10.0
 """Time for all images of a request."""
+_LOOK_SECONDS = 0.02  # between two looks at a connection
 _MOST_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
 
@@ -42,11 +44,13 @@ Resolve = Callable[[str, int], Sequence[str]]
 Ask = Callable[[SplitResult, str, float], tuple[bytes, str | None]]
 
 
-def with_fetched(messages: Sequence[Mapping[str, Any]], settings: ServerSettings) -> list[Mapping[str, Any]]:
+def with_fetched(
+    messages: Sequence[Mapping[str, Any]], settings: ServerSettings, stop: threading.Event
+) -> list[Mapping[str, Any]]:
     """Return messages whose images all have their data. It takes a thread's time.
 
-    Raises RequestError for more than MOST_IMAGES, and InvalidRequestError if an address must not or cannot be
-    fetched.
+    Raises RequestError for more than MOST_IMAGES, InvalidRequestError if an address must not or cannot be
+    fetched, and StepCancelledError once `stop` is set.
     """
     if (n := sum(len(images_of(message.get("content"))) for message in messages)) > MOST_IMAGES:
         raise RequestError(f"a request may have {MOST_IMAGES} images, not {n}", param="messages")
@@ -67,7 +71,8 @@ def with_fetched(messages: Sequence[Mapping[str, Any]], settings: ServerSettings
         raise InvalidRequestError(f"a request may have {MOST_FETCHED} images by address, not {len(given)}")
     until = time.monotonic() + SECONDS
     found = {
-        name: replace(image, data=fetched(image.address, until), address="") for name, image in given.items()
+        name: replace(image, data=fetched(image.address, until, stop=stop), address="")
+        for name, image in given.items()
     }
     return [_filled(message, found) for message in messages]
 
@@ -86,16 +91,25 @@ def resolved(host: str, port: int) -> list[str]:
     return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
-def fetched(address: str, until: float, resolve: Resolve = resolved, ask: Ask | None = None) -> bytes:
+def fetched(
+    address: str,
+    until: float,
+    resolve: Resolve = resolved,
+    ask: Ask | None = None,
+    stop: threading.Event | None = None,
+) -> bytes:
     """Return the bytes at an address. until: time.monotonic() seconds.
 
     resolve: returns the addresses of a host. ask: None: `answer_of`. Raises InvalidRequestError with the
-    reason if it fails.
+    reason if it fails, and StepCancelledError once `stop` is set.
     """
-    ask = ask or answer_of
+    stop = stop or threading.Event()
+    ask = ask or partial(answer_of, stop=stop)
     url = address
     try:
         for _ in range(_MOST_REDIRECTS + 1):
+            if stop.is_set():
+                raise StepCancelledError
             parts = _checked_url(url)
             place = _public_address(parts, resolve)
             data, moved = ask(parts, place, until)
@@ -104,6 +118,8 @@ def fetched(address: str, until: float, resolve: Resolve = resolved, ask: Ask | 
             url = urljoin(url, moved)
         raise ValueError("it redirects too often")
     except (OSError, ValueError, http.client.HTTPException) as error:
+        if stop.is_set():
+            raise StepCancelledError from None
         late = isinstance(error, TimeoutError)
         reason = "it takes too long" if late else clause(error) or type(error).__name__
         raise InvalidRequestError(f"the image {shown(address[:80])} cannot be fetched: {reason}") from None
@@ -157,34 +173,54 @@ def _left(until: float) -> float:
     return left
 
 
-def answer_of(parts: SplitResult, place: str, until: float) -> tuple[bytes, str | None]:
+def answer_of(
+    parts: SplitResult, place: str, until: float, *, stop: threading.Event
+) -> tuple[bytes, str | None]:
     """Return the bytes of a URL from the host at `place`, or the address to which it has moved.
 
     A server that sends byte by byte is cut off at `until`, because the timeout of a socket starts again with
-    each byte. Raises TimeoutError then, and OSError, ValueError or HTTPException.
+    each byte. Raises TimeoutError then, and OSError, ValueError or HTTPException, also once `stop` is set.
     """
     assert parts.hostname is not None
     connection = http.client.HTTPConnection(parts.hostname, _port(parts), timeout=_left(until))
-    own = socket.create_connection((place, _port(parts)), timeout=_left(until))
+    own = socket.socket(socket.AF_INET6 if ":" in place else socket.AF_INET)
+    own.settimeout(_left(until))
+    try:
+        with _cut_off(own, until, stop):
+            own.connect((place, _port(parts)))
+    except OSError:
+        own.close()
+        raise
     if parts.scheme == "https":
         context = ssl.create_default_context()
         own = context.wrap_socket(own, server_hostname=parts.hostname, do_handshake_on_connect=False)
-    cut = threading.Timer(_left(until), _cut, [own])
-    cut.start()
+    with own, _cut_off(own, until, stop):
+        if isinstance(own, ssl.SSLSocket):
+            own.do_handshake()
+        connection.sock = own
+        return _received(connection, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
+
+
+@contextmanager
+def _cut_off(connection: socket.socket, until: float, stop: threading.Event) -> Iterator[None]:
+    """Shut a connection down at `until`, and once `stop` is set. Raises TimeoutError if it is late."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_LOOK_SECONDS):
+            if stop.is_set() or time.monotonic() >= until:
+                with suppress(OSError):  # it has ended
+                    connection.shutdown(socket.SHUT_RDWR)
+                return
+
+    thread = threading.Thread(target=watch, name="hotset-fetch-watch", daemon=True)
+    thread.start()
     try:
-        with own:
-            if isinstance(own, ssl.SSLSocket):
-                own.do_handshake()
-            connection.sock = own
-            return _received(connection, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
+        yield
     finally:
-        cut.cancel()
+        done.set()
+        thread.join()
         _left(until)
-
-
-def _cut(connection: socket.socket) -> None:
-    with suppress(OSError):  # it has ended
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _received(connection: http.client.HTTPConnection, path: str) -> tuple[bytes, str | None]:

@@ -315,10 +315,13 @@ class Service:
         self._begin(answer)
         return answer
 
-    def prompt(self, request: AnswerRequest) -> list[int]:
-        """Return the tokens of a conversation's prompt, as `ask` computes them. It takes a thread's time."""
+    def prompt(self, request: AnswerRequest, left: threading.Event) -> list[int]:
+        """Return the tokens of a conversation's prompt, as `ask` computes them. It takes a thread's time.
+
+        left: ends the decoding of images once it is set.
+        """
         request = replace(request, params=request.thinking.limited(request.params))
-        return _conversation(self.model, request, request.messages or (), self.settings)[1].tokens
+        return _conversation(self.model, request, request.messages or (), self.settings, left)[1].tokens
 
     async def ask_vectors(
         self, make: Callable[[Model, Owner], TextVectors], n_texts: int, client: str | None, *, long: bool
@@ -423,13 +426,13 @@ class Service:
 def _prepared(
     model: Model, request: AnswerRequest, settings: ServerSettings, left: threading.Event
 ) -> list[PreparedPrompt]:
-    """Return the checked prompts of a request with their sequences. left: ends the encoding of images."""
+    """Return the checked prompts of a request with their sequences. left: ends the work on its images."""
     output: Output | None = None
     params = request.thinking.limited(request.params)
     request = replace(request, params=params)
     scales = None if request.adapters is None else model.adapters.resolve(request.adapters)
     if request.messages is not None:
-        output, prompt = _conversation(model, request, request.messages, settings)
+        output, prompt = _conversation(model, request, request.messages, settings, left)
         prompts = [prompt]
     elif request.gap is not None:
         most = _room(model, request.params) if request.gap.trims else model.n_ctx
@@ -452,18 +455,22 @@ def _prepared(
 
 
 def _conversation(
-    model: Model, request: AnswerRequest, messages: Sequence[Mapping[str, Any]], settings: ServerSettings
+    model: Model,
+    request: AnswerRequest,
+    messages: Sequence[Mapping[str, Any]],
+    settings: ServerSettings,
+    left: threading.Event,
 ) -> tuple[Output, Fitted]:
     """Return the form of the answer, and the prompt, without its oldest turns if the request allows that."""
     if model.images is not None:
-        messages = with_fetched(messages, settings)
+        messages = with_fetched(messages, settings, left)
     use = ToolUse(request.tools, request.tool_choice, request.parallel_tool_calls)
     variables = {**request.thinking.variables, **request.template}
     output = output_of(model.output_form, request.params, messages, request.opening, use, variables)
     how = {"variables": output.variables, **request.opening._asdict()}
 
     def encode(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return model.encode_chat(messages, output.tools, **how)
+        return model.encode_chat(messages, output.tools, **how, stop=left)
 
     if not request.truncates:
         return output, Fitted(encode(messages), 0)

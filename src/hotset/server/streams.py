@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -220,6 +221,15 @@ async def in_turn(http: Request, work: Callable[_P, _T], *args: _P.args, **more:
     """Return the result of `work`, run in a thread in the client's turn, while the client is connected."""
     threads = service_of(http).preparation.text(long=_is_long(http))
     return await while_connected(http, threads.run(client_of(http), work, *args, **more))
+
+
+async def until_left(http: Request, work: Callable[[threading.Event], _T]) -> _T:
+    """Return the result of `work`, as `in_turn`. It gets an event that is set once the client has left."""
+    left = threading.Event()
+    try:
+        return await in_turn(http, work, left)
+    finally:
+        left.set()
 
 
 async def off_loop(http: Request, work: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> _T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -14,7 +15,7 @@ from hotset.server.openai.chat import Message
 from hotset.server.replies import JsonReply
 from hotset.server.rows import Body, Flag
 from hotset.server.shapes import DetokenizeReply
-from hotset.server.streams import in_turn, serving
+from hotset.server.streams import in_turn, serving, until_left
 from hotset.server.tool_fields import MAX_TOOLS
 
 router = APIRouter(route_class=BodyRoute)
@@ -47,7 +48,7 @@ class TokenizeBody(Body):
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def ids(self, model: Model) -> list[int]:
+    def ids(self, model: Model, left: threading.Event) -> list[int]:
         if self.messages is not None:
             return model.encode_chat(
                 self.messages,
@@ -55,6 +56,7 @@ class TokenizeBody(Body):
                 add_generation_prompt=self.add_generation_prompt,
                 continue_final_message=self.continue_final_message,
                 variables=self.chat_template_kwargs,
+                stop=left,
             )
         text, adds = self.content or "", bool(self.add_special)
         if self.prompt is not None:
@@ -91,8 +93,8 @@ async def tokenize(body: TokenizeBody, http: Request) -> Response:
     model = (await serving(http, body.model, required=False)).model
     body.check()
 
-    def reply() -> JsonReply:
-        ids = body.ids(model)
+    def reply(left: threading.Event) -> JsonReply:
+        ids = body.ids(model, left)
         found: dict[str, Any] = {"count": len(ids), "max_model_len": model.n_ctx, "tokens": ids}
         if body.with_pieces:
             found["tokens"] = ({"id": id, "piece": _piece(model, id)} for id in ids)
@@ -101,7 +103,7 @@ async def tokenize(body: TokenizeBody, http: Request) -> Response:
             found["token_strs"] = strings
         return JsonReply(found)
 
-    return await in_turn(http, reply)
+    return await until_left(http, reply)
 
 
 @router.post("/detokenize", responses={200: {"model": DetokenizeReply}})

@@ -60,6 +60,7 @@ class Cause(Enum):
     TIME = "it took more than its time"
     MEMORY = "it took more than its memory"
     DIED = "it ended, or sent something that is no answer"
+    STOPPED = "nobody waits for its answer any more"
 
 
 class ChildError(Exception):
@@ -106,21 +107,31 @@ class Child:
         self._out: BinaryIO = self.process.stdout  # type: ignore[assignment]
 
     def ask(
-        self, request: bytes, attached: bytes = b"", most_raw: int = 0, /, **expected: type
+        self,
+        request: bytes,
+        attached: bytes = b"",
+        most_raw: int = 0,
+        stop: threading.Event | None = None,
+        /,
+        **expected: type,
     ) -> dict[str, Any]:
         """Send an `encoded` request and return the answer: an `error`, or the expected values (name=type).
 
         attached: raw bytes after the request, whose JSON has their number as `n_raw`. most_raw: most raw
-        bytes after the answer, which are its `raw`. Raises ChildError if the child sends neither. After any
-        exception, including KeyboardInterrupt, end the child: the next request would read this answer.
+        bytes after the answer, which are its `raw`. stop: kills the child once it is set. Raises ChildError
+        if the child sends neither. After any exception, including KeyboardInterrupt, end the child: the next
+        request would read this answer.
         """
         if not self._ready:
-            with _Watch(self.process, ChildLimits(_START_SECONDS, _START_SECONDS, self._limits.n_bytes)):
+            limits = ChildLimits(_START_SECONDS, _START_SECONDS, self._limits.n_bytes)
+            with _Watch(self.process, limits, stop) as watch:
                 message = self._receive()
+            if watch.found is not None and watch.found.cause == Cause.STOPPED:
+                raise watch.found
             if message is None:
                 raise ChildError(Cause.NOT_READY, f"exit code {self.process.wait()}")
             self._ready = True
-        with _Watch(self.process, self._limits) as watch:
+        with _Watch(self.process, self._limits, stop) as watch:
             sent = self._send(len(request).to_bytes(8, "big") + request) and self._send(attached)
             answer = self._receive(most_raw) if sent else None
         if watch.found is not None:
@@ -194,12 +205,14 @@ class Child:
 class _Watch:
     """A thread that watches the child while it answers, and kills it past a limit. `found`: the error then.
 
-    Computing time and memory count from the first look.
+    Computing time and memory count from the first look. stop: kills it too.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], limits: ChildLimits) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], limits: ChildLimits, stop: threading.Event | None
+    ) -> None:
         self.found: ChildError | None = None
-        self._process, self._limits = process, limits
+        self._process, self._limits, self._stop = process, limits, stop
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hotset-child-watch", daemon=True)
 
@@ -222,7 +235,9 @@ class _Watch:
             while not self._done.wait(_LOOK_SECONDS):
                 now_seconds, now_bytes = _used(child)
                 late = time.monotonic() - start > limits.longest
-                if late or now_seconds - seconds > limits.seconds:
+                if self._stop is not None and self._stop.is_set():
+                    self.found = ChildError(Cause.STOPPED, "")
+                elif late or now_seconds - seconds > limits.seconds:
                     limit = limits.longest if late else limits.seconds
                     self.found = ChildError(Cause.TIME, f"{limit:g} s")
                 elif now_bytes - n_bytes > limits.n_bytes:

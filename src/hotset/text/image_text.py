@@ -10,15 +10,15 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, get_args
 
 from hotset.errors import InvalidRequestError
 
 Detail = Literal["auto", "low", "high"]
-DETAILS: tuple[Detail, ...] = ("auto", "low", "high")
+DETAILS: tuple[Detail, ...] = get_args(Detail)
 NOTE = "[image: this model reads only text]"
 NO_TOKEN = -1  # in place of the token ids of images
 
@@ -128,24 +128,18 @@ def placeholders_in(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-class ImageSource(Protocol):
+@dataclass(frozen=True)
+class ImageSource:
     """A source of the places that images have in a prompt.
 
     marker: the text that published chat templates of its family write for an image. plain_marker: a text with
-    `marker` in it for a template that knows no images.
+    `marker` in it for a template that knows no images. pieces: returns an image's place: texts, and counts of
+    its tokens; raises InvalidRequestError.
     """
 
-    @property
-    def marker(self) -> str: ...
-
-    @property
-    def plain_marker(self) -> str: ...
-
-    def pieces(self, image: GivenImage) -> Sequence[str | int]:
-        """Return the image's place in a prompt: texts, and counts of its tokens.
-
-        Raises InvalidRequestError."""
-        ...
+    marker: str
+    plain_marker: str
+    pieces: Callable[[GivenImage], Sequence[str | int]]
 
 
 @dataclass(frozen=True, eq=False)

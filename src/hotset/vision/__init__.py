@@ -7,7 +7,7 @@ with ImageEncoder.open(Path("mmproj.gguf"), n_embd=576) as encoder:
 """
 
 from hotset.vision.encoder import ImageEncoder
-from hotset.vision.layouts import DETAILS, Detail, Layout
+from hotset.vision.layouts import Layout
 from hotset.vision.pictures import ImageLimits, Picture, decoded
 
-__all__ = ["DETAILS", "Detail", "ImageEncoder", "ImageLimits", "Layout", "Picture", "decoded"]
+__all__ = ["ImageEncoder", "ImageLimits", "Layout", "Picture", "decoded"]

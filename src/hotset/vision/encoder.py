@@ -19,7 +19,8 @@ from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.vision.config import NEWLINE, VisionConfig, config_of_encoder
 from hotset.model.vision.graph import describe_encoder
 from hotset.model.vision.tensors import EncoderTensors
-from hotset.vision.layouts import Detail, Layout, ScaledSizes, in_rows, layout_of, scaled_sizes
+from hotset.text.image_text import Detail
+from hotset.vision.layouts import Layout, ScaledSizes, in_rows, layout_of, scaled_sizes
 from hotset.vision.patches import Patches, steps_of
 from hotset.vision.pictures import Picture
 
@@ -42,14 +43,14 @@ class ImageEncoder:
         self.graph = describe_encoder(self.config, self.weights.tensors)
         family = self.config.family
         self.n_embd, self.n_layers = self.config.n_out, len(self.config.deep)
-        self.causal = family.causal
+        self.causal = self.config.causal
         self.marker, self.plain_marker = family.marker, family.plain_marker
         self._lock = threading.Lock()
         self._runtime = new_runtime(threads)
         self._backend: CpuBackend | None = None
         try:
             of_square = (self.config.side // self.config.patch) ** 2
-            fixed = family.sizes not in ("free", "edge")
+            fixed = family.sizes not in ("free", "edge", "budget")
             self._reserve(of_square + self.config.has_class if fixed else _FIRST_PATCHES)
         except BaseException:
             self.close()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import numpy as np
 
 from hotset.errors import InvalidRequestError
 from hotset.model.vision.config import VisionConfig
+from hotset.text.image_text import DETAILS, Detail
 
-Detail = Literal["auto", "low", "high"]
-DETAILS: tuple[Detail, ...] = get_args(Detail)
 LOW_TOKENS = 256  # of an image of a free size with detail "low"
+_LOW_BUDGET = 70  # the same of Gemma 4, which was trained with 70, 140, 280, 560 and 1120
 _MOST_SIDE = 4096  # pixels of a side of an image in tiles, before it is cut
 _MOST_RATIO = 200  # of the sides of an image of a free size, or of which only the middle is used
 
@@ -72,6 +71,8 @@ def scaled_sizes(
             found = _in_points(config, height, width, detail, max_tokens)
         case "grid":
             found = _in_grid(config, height, width, detail, max_tokens)
+        case "budget":
+            found = _in_budget(config, height, width, detail, max_tokens)
         case "edge":
             found = _within(config, height, width, detail, max_tokens)
     if max_tokens is not None and (n := n_tokens_of(config, found)) > max_tokens:
@@ -109,6 +110,8 @@ def layout_of(config: VisionConfig, sizes: ScaledSizes) -> Layout:
         case "gemma3":
             pieces = ["\n\n<start_of_image>", n, "<end_of_image>\n\n"]
             return Layout(tuple(pieces), n, n_positions=n)
+        case "gemma4v":
+            return Layout(("<|image>", n_all, "<image|>"), n_all, n_positions=n_all)
         case "mlp":
             return Layout((n_all,), n_all, n_positions=n_all)
         case "internvl":
@@ -292,6 +295,25 @@ def _within(
         if max_tokens is None or rows * columns <= max_tokens or longest <= side:
             return ScaledSizes(((rows * side, columns * side),))
         longest -= side
+
+
+def _in_budget(
+    config: VisionConfig, height: int, width: int, detail: Detail, max_tokens: int | None
+) -> ScaledSizes:
+    """Return the sizes of Gemma 4: the most whole tokens of a number, also of small images."""
+    side = config.token_side
+    most = config.most // side**2
+    if detail == "low":
+        most = min(most, _LOW_BUDGET)
+    if max_tokens is not None:
+        most = max(min(most, max_tokens), 1)
+    factor = math.sqrt(most * side**2 / (height * width))
+    rows, columns = (math.floor(factor * n / side) for n in (height, width))
+    if rows == 0:
+        rows, columns = 1, max(min(width // height, most), 1)
+    elif columns == 0:
+        rows, columns = min(height // width, most), 1
+    return ScaledSizes(((rows * side, columns * side),))
 
 
 def _smaller(height: int, width: int, side: int, most: int) -> tuple[int, int]:

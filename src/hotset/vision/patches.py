@@ -49,7 +49,11 @@ def steps_of(config: VisionConfig, pixels: np.ndarray, sizes: ScaledSizes) -> It
             yield _with_class(patches, places) if config.has_class else Patches(patches, places)
             continue
         if config.family.resized:
-            patches = _with_shares(patches, at, (rows, columns), config.side // config.patch)
+            around = rows_around(at, (rows, columns), config.side // config.patch)
+            patches = np.concatenate([patches, around], axis=1)
+        elif config.family.by_axis:  # a table of columns, then one of rows
+            numbers = at[:, ::-1] + (0, config.tower.n_vocab // 2)
+            patches = np.hstack([patches, numbers, np.ones_like(at)]).astype(np.float32)
         tokens = np.zeros(len(patches), np.int32)
         if not config.window:
             yield Patches(patches, tokens, at)
@@ -130,23 +134,20 @@ def patches_of(config: VisionConfig, image: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(_in_tokens(grid, config.merge))
 
 
-def _with_shares(patches: np.ndarray, at: np.ndarray, grid: tuple[int, int], side: int) -> np.ndarray:
-    """Return patches, each with the shares of the learned positions in its own, by bilinear interpolation.
+def rows_around(at: np.ndarray, grid: tuple[int, int], side: int) -> np.ndarray:
+    """Return the four learned positions around each patch, and their shares by bilinear interpolation.
 
     at: int32 [n_patches, 2], the row and column of each patch in the grid. The corners of the grid are the
-    corners of the square of learned positions. The result is float32 [n_patches, width + side^2].
+    corners of the square of learned positions. The result is float32 [n_patches, 8], as MixRows reads it.
     """
-    n, width = patches.shape
-    out = np.zeros((n, width + side**2), np.float32)
-    out[:, :width] = patches
     places = at * (side - 1) / np.maximum(np.array(grid) - 1, 1)
     first = np.minimum(places.astype(np.int32), max(side - 2, 0))
     rest = (places - first).astype(np.float32)
-    for row in range(min(2, side)):
-        for column in range(min(2, side)):
-            of_row, of_column = (rest[:, i] if j else 1 - rest[:, i] for i, j in enumerate((row, column)))
-            learned = (first[:, 0] + row) * side + first[:, 1] + column
-            out[np.arange(n), width + learned] = of_row * of_column
+    out = np.empty((len(at), 8), np.float32)
+    for i, corner in enumerate(np.ndindex(2, 2)):
+        row, column = np.minimum(first + corner, side - 1).T
+        out[:, i] = row * side + column
+        out[:, 4 + i] = np.where(corner, rest, 1 - rest).prod(axis=1)
     return out
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from dataclasses import dataclass
 
 import numpy as np
 
-from hotset.errors import InvalidRequestError, install_command
+from hotset.errors import InvalidRequestError, StepCancelledError, install_command
 from hotset.text.child import Cause, Child, ChildError, ChildLimits, encoded
 from hotset.units import human_size
 
@@ -59,10 +60,13 @@ _SENTENCES = {
 }
 
 
-def decoded(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> Picture:
+def decoded(
+    data: bytes, limits: ImageLimits = DEFAULT_LIMITS, *, stop: threading.Event | None = None
+) -> Picture:
     """Decode a JPEG, PNG, WebP or GIF file: the first frame, upright, over white.
 
-    Raises InvalidRequestError for a file that is larger than the limits, damaged, or of another format.
+    stop: ends the process once it is set. Raises InvalidRequestError for a file that is larger than the
+    limits, damaged, or of another format, and StepCancelledError once `stop` is set.
     """
     if len(data) > limits.n_bytes:
         raise InvalidRequestError(
@@ -71,8 +75,10 @@ def decoded(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> Picture:
     request = encoded({"n_pixels": limits.n_pixels, "n_raw": len(data)})
     try:
         with Child("hotset.formats.image_child", ("PIL",), LIMITS) as child:
-            answer = child.ask(request, data, 3 * limits.n_pixels, height=int, width=int, raw=bytes)
+            answer = child.ask(request, data, 3 * limits.n_pixels, stop, height=int, width=int, raw=bytes)
     except ChildError as error:
+        if error.cause == Cause.STOPPED:
+            raise StepCancelledError from None
         sentence = _SENTENCES[error.cause]
         raise InvalidRequestError(
             sentence.format(detail=error.detail, install=install_command("vision"))

@@ -184,6 +184,24 @@ def test_down_projections(type_: GGMLType, isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type_", [GGMLType.F32, GGMLType.F16, GGMLType.Q8_0], ids=lambda t: t.name)
+def test_mixed_rows(type_: GGMLType, isa: str) -> None:
+    """Check sums of rows whose numbers may lie outside the table: they mean row 0."""
+    n_rows, cols, rng = 40, 288, np.random.default_rng(4)
+    data, weights, _ = weights_of(type_, n_rows, cols, cancelling=False)
+    numbers = rng.integers(0, n_rows, (9, 4)).astype(np.float32)
+    numbers[::2, 1] = [np.nan, -1, n_rows, np.inf, 1e30]
+    shares = ill("normal", (9, 4))
+    fed = Fed(isa, 9)
+    source, out = fed.input(np.concatenate([numbers, shares], axis=1)), fed.output(cols)
+    fed.plan.add("mix_rows", at=source, weight=(int(type_), data), out=out)
+    numbers[::2, 1] = 0
+    parts = weights[numbers.astype(int)] * shares.astype(np.float64)[..., None]
+    bound = gamma(4) * np.abs(parts).sum(1) + 4 * TINY
+    assert_within(fed.run(out), parts.sum(1), bound, f"{type_.name} {isa}")
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("per_byte", sorted(PLANES))
 def test_down_projections_in_planes(per_byte: int, isa: str) -> None:
     neurons, cols, rng = 640, 288, np.random.default_rng(3)

@@ -122,6 +122,13 @@ def hyper_connection(op: ops.HyperConnection, x: Tensor, scale: Tensor, base: Te
     return torch.cat([read, of_streams.flatten(1)], dim=1)
 
 
+def mix_rows(table: Tensor, at: Tensor) -> Tensor:
+    """Return sums of rows of a table [n_rows, width]. at: numbers and shares, as in operations.MixRows."""
+    numbers, shares = at.chunk(2, dim=1)
+    mixed: Tensor = (F.embedding(numbers.long(), table) * shares[..., None]).sum(1)
+    return mixed
+
+
 def match_magnitude(x: Tensor, like: Tensor, least: float) -> Tensor:
     """Scale the parts of x [n, parts * width] to the root mean square of like [n, width]."""
     parts = x.unflatten(1, (-1, like.shape[1]))

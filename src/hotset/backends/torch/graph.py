@@ -38,6 +38,7 @@ from hotset.backends.torch.functions import (
     layer_norm,
     left_out,
     match_magnitude,
+    mix_rows,
     ngram_rows,
     pool_blocks,
     rms_norm,
@@ -192,6 +193,10 @@ class TorchGraph:
         match op:
             case ops.Embed():
                 return self._embedded(op, step)
+            case ops.MixRows():
+                return mix_rows(self.weight(op.weight), step[op.at])
+            case ops.Clip():
+                return step[op.x].clamp(self.weight(op.low), self.weight(op.high))
             case ops.AddImage():
                 return self._with_image(op, step)
             case ops.RMSNorm():
@@ -226,9 +231,7 @@ class TorchGraph:
             case ops.HeadDot():
                 return self._head_dot(op, step)
             case ops.Activate():
-                if op.xielu is not None:
-                    return xielu(step[op.x], op.xielu)
-                return activate(step[op.x], op.kind, op.threshold)
+                return self._activated(op, step[op.x])
             case ops.GaussianTopK():
                 return gaussian_top_k(step[op.x], op.multiplier)
             case ops.Multiply() | ops.GateHeads():
@@ -282,6 +285,9 @@ class TorchGraph:
         if step.images is None or not op.image_parts:
             return rows
         return rows.index_copy(0, *self._of_images(step.images, 0, op.out.width))
+
+    def _activated(self, op: ops.Activate, x: Tensor) -> Tensor:
+        return activate(x, op.kind, op.threshold) if op.xielu is None else xielu(x, op.xielu)
 
     def _with_image(self, op: ops.AddImage, step: Step) -> Tensor:
         if step.images is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,3 +168,9 @@ class HFClass:
         """Return a name with its first part, which OPT's .bin files and some adapters leave out."""
         prefix = self.layers.partition(".")[0] + "."
         return name if name.startswith((prefix, "lm_head.")) else prefix + name
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the part of config.json about the text model of a model that sees; None if it has none."""
+    names = "text_config", "language_config", "llm_config"
+    return next((config[name] for name in names if isinstance(config.get(name), dict)), None)

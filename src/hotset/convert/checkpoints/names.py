@@ -10,7 +10,7 @@ from typing import Any
 
 # The text before the names of the text model's tensors in models that see.
 TEXT_MODEL = re.compile(
-    r"^(language_model\.model\.|model\.(language|text)_model\.|language_model\.(?=lm_head))"
+    r"^(language_model\.model\.|model\.(language|text)_model\.|language_model\.(?=lm_head|output))"
 )
 
 

@@ -43,8 +43,20 @@ class DeepStack(FamilyPart):
 
     def keys(self) -> dict[str, Any]:
         vision = self.facts.raw.get("vision_config")
-        indexes = vision.get("deepstack_visual_indexes") if isinstance(vision, dict) else None
-        return {"n_deepstack_layers": len(indexes) if isinstance(indexes, list) else 0}
+        return {"n_deepstack_layers": len(deep_layers(vision)) if isinstance(vision, dict) else 0}
+
+
+def deep_layers(vision: Mapping[str, Any], n_layer: int = 1 << 10) -> list[int]:
+    """Return the layers of Qwen3-VL's encoder whose features the text model's first layers read.
+
+    vision: vision_config. n_layer: of the encoder. Raises UnsupportedModelError if the layers do not rise.
+    """
+    found = vision.get("deepstack_visual_indexes")
+    if found is None:  # transformers' default
+        found = [8, 16, 24]
+    if not isinstance(found, list) or sorted({i for i in found if i in range(n_layer)}) != found:
+        raise UnsupportedModelError("deepstack_visual_indexes in config.json must be layers in rising order")
+    return found
 
 
 class HFNgrams:

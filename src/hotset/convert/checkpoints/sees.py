@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hotset.convert.checkpoints import llama, mistral, qwen
-from hotset.convert.checkpoints.classes import HFClass
+from hotset.convert.checkpoints.classes import HFClass, text_config
 from hotset.errors import UnsupportedModelError
 from hotset.parameters import shown
 
@@ -15,6 +15,7 @@ from hotset.parameters import shown
 _TEXT_MODELS: dict[str, tuple[HFClass, dict[str, int]]] = {
     "llama": (llama.CLASSES["LlamaForCausalLM"], {"intermediate_size": 11008}),
     "mistral": (mistral.CLASSES["MistralForCausalLM"], {"intermediate_size": 14336}),
+    "internlm2": (llama.CLASSES["InternLM2ForCausalLM"], {}),
     "qwen2": (qwen.CLASSES["Qwen2ForCausalLM"], {"intermediate_size": 22016}),
     "qwen3": (qwen.CLASSES["Qwen3ForCausalLM"], {"intermediate_size": 22016}),
 }
@@ -24,7 +25,7 @@ SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32
 
 def _of_text_model(_: HFClass, config: dict[str, Any]) -> HFClass:
     """Return the class of the text model, whose entries are on the top level of config.json."""
-    text = config.get("text_config")
+    text = text_config(config)
     kind = text.get("model_type") if isinstance(text, dict) else None
     if not isinstance(kind, str) or kind not in _TEXT_MODELS:
         raise UnsupportedModelError(
@@ -39,6 +40,7 @@ _SEES = HFClass("llama", sees=True, variant=_of_text_model)
 
 CLASSES: dict[str, HFClass] = dict.fromkeys(
     (
+        "InternVLChatModel",
         "InternVLForConditionalGeneration",
         "LlavaForConditionalGeneration",
         "LlavaNextForConditionalGeneration",

@@ -7,13 +7,14 @@ row of FAMILIES. The transformer is an encoder like BERT, so its configuration i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from hotset.errors import UnsupportedModelError
 from hotset.model.activation import GELU, GELU_TANH, SILU, FFNActivation
+from hotset.model.architectures import HeadNorm
 from hotset.model.config import LayerConfig, ModelConfig
 from hotset.model.keys import MAX_HEAD_DIM, Keys, NormKind, is_array
 from hotset.model.operations import Rope, RopeKind
@@ -29,27 +30,29 @@ if TYPE_CHECKING:
 ARCHITECTURE = "clip"
 QUICK_GELU = FFNActivation("clamped_silu", threshold=float(np.finfo(np.float32).max))  # x * sigmoid(1.702 x)
 NEWLINE = "model.image_newline"  # the tensor at the end of a row of image tokens
-ROPE_BASE = 10000.0  # of rows and columns, in every family
 _MOST_SIDE = 4096  # pixels of a side that a file may name
 # Limits of one image: a larger one would fill the memory.
-_MOST_PIXELS, _MOST_TILES, _MOST_SHARES = 1 << 25, 1024, 1 << 28
-Sizes = Literal["tiles", "square", "free", "edge", "points", "grid"]
+_MOST_PIXELS, _MOST_TILES = 1 << 25, 1024
+Sizes = Literal["tiles", "square", "free", "edge", "points", "grid", "budget"]
 
 
 @dataclass(frozen=True)
 class Family:
     """Facts of a family of encoders that no key states.
 
-    norm: the kind of all norms. sizes: how an image becomes patches. "tiles": a grid of squares and the
-    whole image as one more; "square": one square; "free", "edge": a rectangle with about the image's aspect
-    ratio, with limits of its pixels, or of its longer side; "points", "grid": tiles again, in one of the
-    grids that the file allows, with black borders, or stretched. merge: patches per side of an image token,
-    if the file has no such key. rope: patches have rotary positions by row and column, of these pairs of
-    channels; None: they have learned positions. resized: they have learned positions too, a square that is
-    scaled to the image's rows and columns. gelu: the activation that the key use_gelu means. twice: the
-    patch embedding has two matrices, for two frames of a video; an image is both. causal: whether the text
-    model's tokens of an image see only those before them. marker: the text of an image in published chat
-    templates. plain_marker: its text where a template knows no images.
+    norm: the kind of all norms of the layers, if the tensors do not show it. sizes: how an image becomes
+    patches. "tiles": a grid of squares and the whole image as one more; "square": one square; "free",
+    "edge": a rectangle with about the image's aspect ratio, with limits of its pixels, or of its longer
+    side; "points", "grid": tiles again, in one of the grids that the file allows, with black borders, or
+    stretched; "budget": the largest rectangle of a number of image tokens. merge: patches per side of an
+    image token, if the file has no such key. rope: patches have rotary positions by row and column, of
+    these pairs of channels; None: they have learned positions. resized: they have learned positions too,
+    a square that is scaled to the image's rows and columns. by_axis: they have a learned position of
+    their column, and one of their row. rope_base: of the rotation. gelu: the activation that the key
+    use_gelu means. twice: the patch embedding has two matrices, for two frames of a video; an image is
+    both. causal: whether the text model's tokens of an image see only those before them; causal_widths:
+    they do in models of these widths too. marker: the text of an image in published chat templates.
+    plain_marker: its text where a template knows no images.
     """
 
     norm: NormKind
@@ -60,14 +63,29 @@ class Family:
     rope: RopeKind | None = None
     gelu: FFNActivation = GELU_TANH
     resized: bool = False
+    by_axis: bool = False
+    rope_base: float = 10000.0
     twice: bool = False
     causal: bool = True
+    causal_widths: tuple[int, ...] = ()
 
 
 _QWEN_MARKERS = "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>"
 FAMILIES = {  # by projector type
     "idefics3": Family("layer", "tiles", 2, "<image>", "<image>"),
     "gemma3": Family("layer", "square", 4, "<start_of_image>", "<start_of_image>", causal=False),
+    "gemma4v": Family(
+        "rms",
+        "budget",
+        3,
+        "<|image|>",
+        "<|image|>",
+        rope="neox",
+        by_axis=True,
+        rope_base=100.0,
+        causal=False,
+        causal_widths=(1536, 2560),  # E2B and E4B
+    ),
     "pixtral": Family("rms", "edge", 1, "[IMG]", "[IMG]", rope="norm"),
     "mlp": Family("layer", "points", 1, "<image>", "<image>\n"),
     "internvl": Family("layer", "grid", 2, "<IMG_CONTEXT>", "<IMG_CONTEXT>\n", gelu=GELU),
@@ -122,10 +140,20 @@ class VisionConfig:
     def n_input(self) -> int:
         """Return the numbers of a patch in the step's input.
 
-        They are its pixels, its shares of positions, and whether it is a patch, or a row of the class.
+        They are its pixels, learned positions with their shares, and whether it is a patch, or a row of the
+        class.
         """
-        n_shares = self.tower.n_vocab if self.family.resized else 0
-        return self.n_pixels + n_shares + (2 if self.has_class else 0)
+        return self.n_pixels + 2 * self.n_mixed + (2 if self.has_class else 0)
+
+    @property
+    def n_mixed(self) -> int:
+        """Return how many learned positions are mixed for a patch; 0: it has one of its own, or none."""
+        return 4 if self.family.resized else 2 if self.family.by_axis else 0
+
+    @property
+    def causal(self) -> bool:
+        """Return whether the text model's tokens of an image see only those before them."""
+        return self.family.causal or self.n_out in self.family.causal_widths
 
     @property
     def token_side(self) -> int:
@@ -162,11 +190,19 @@ def config_of_encoder(gguf: GGUFFile, tensors: Mapping[str, TensorInfo]) -> Visi
     family = FAMILIES[projector]
     patch = keys.integer("vision.patch_size", 1, 256)
     scale_key = "vision.projector.scale_factor"
-    merge_key = scale_key if family.sizes in ("tiles", "square", "grid") else "vision.spatial_merge_size"
+    by_scale = family.sizes in ("tiles", "square", "grid", "budget")
+    merge_key = scale_key if by_scale else "vision.spatial_merge_size"
     merge = keys.integer(merge_key, 1, 16, family.merge)
     side = keys.integer("vision.image_size", patch * merge, _MOST_SIDE)
-    if family.sizes != "free" and side % (patch * merge):
+    if family.sizes not in ("free", "budget") and side % (patch * merge):
         raise keys.error("vision.image_size", f"is {side}, no multiple of {patch * merge} pixels of a token")
+    n_positions = 1 if family.rope and not family.resized else (side // patch) ** 2
+    mean, std = _channels(keys, "vision.image_mean", -10.0), _channels(keys, "vision.image_std", 1e-3)
+    if family.by_axis:
+        table = tensors.get("position_embd.weight")
+        n_positions = table.shape[1] if table is not None and len(table.shape) == 2 else 0
+        # The graph of the family in llama.cpp and transformers begins with 2 * x - 1.
+        mean, std = tuple(m + s / 2 for m, s in zip(mean, std, strict=True)), tuple(s / 2 for s in std)
     longest = least = most = window = 0
     grids: tuple[tuple[int, int], ...] = ()
     if family.sizes == "tiles":
@@ -177,20 +213,20 @@ def config_of_encoder(gguf: GGUFFile, tensors: Mapping[str, TensorInfo]) -> Visi
         grids = _points(keys, side) if family.sizes == "points" else _grids(keys, side)
     elif family.sizes == "edge":
         most = side**2
+    elif family.sizes == "budget":
+        area = (patch * merge) ** 2
+        most = keys.integer("vision.image_max_pixels", area, _MOST_PIXELS, min(280 * area, _MOST_PIXELS))
+        if 2 * (n := most // area * merge) > n_positions:
+            raise keys.error("vision.image_max_pixels", f"gives an image {n} patches in a row, too many")
     elif family.sizes == "free":
         area = (patch * merge) ** 2
         most = keys.integer("vision.image_max_pixels", area, _MOST_PIXELS, min(4096 * area, _MOST_PIXELS))
         least = keys.integer("vision.image_min_pixels", 1, most, min(8 * area, most))
-        if family.resized and (side // patch) ** 2 * (most // patch**2) > _MOST_SHARES:
-            raise keys.error(
-                "vision.image_size", f"gives an image more than {_MOST_SHARES} shares of positions"
-            )
     if projector == "qwen2.5vl_merger":
         window = keys.integer("vision.window_size", patch * merge, 1 << 14, 112) // (patch * merge) * merge
     return VisionConfig(
-        projector, _tower(keys, family, tensors, side // patch, window), patch, merge, side,
-        _n_out(keys, family, tensors),
-        _channels(keys, "vision.image_mean", -10.0), _channels(keys, "vision.image_std", 1e-3),
+        projector, _tower(keys, family, tensors, n_positions, window), patch, merge, side,
+        _n_out(keys, family, tensors), mean, std,
         longest, least, most, window,
         tuple(i for i in range(1 << 10) if f"{deep_layer(i)}.fc1.weight" in tensors),
         grids, _has_class(family, tensors), NEWLINE in tensors,
@@ -236,9 +272,9 @@ def _grids(keys: Keys, side: int) -> tuple[tuple[int, int], ...]:
 
 
 def _tower(
-    keys: Keys, family: Family, tensors: Mapping[str, TensorInfo], per_side: int, window: int
+    keys: Keys, family: Family, tensors: Mapping[str, TensorInfo], n_positions: int, window: int
 ) -> ModelConfig:
-    """Return the transformer. per_side: patches of a square image; window: as in VisionConfig."""
+    """Return the transformer. n_positions: learned ones of patches; window: as in VisionConfig."""
     n_layer = keys.integer("vision.block_count", 1, 1 << 10)
     features = keys.get("vision.feature_layer")
     if features is not None and not (is_array(features) and list(features) == [n_layer]):
@@ -250,11 +286,14 @@ def _tower(
     dim = n_embd // n_head
     if n_embd % n_head or dim > MAX_HEAD_DIM:
         raise keys.error("vision.attention.head_count", f"is {n_head}, for a width of {n_embd}")
-    rope = None
+    rope = more_rope = None
     if family.rope is not None:
         if dim % 4:
             raise keys.error("vision.attention.head_count", f"gives heads of {dim} channels, not of fours")
-        rope = _axial(family.rope, dim)
+        rope = _axial(family.rope, dim, family.rope_base)
+        if family.by_axis:  # the first half of a head by column, the second one by row
+            half = rope.freq[: dim // 4]
+            rope, more_rope = (Rope("neox", dim // 2, half, axes=(axis,) * (dim // 4)) for axis in (1, 0))
     up = tensors.get("blk.0.ffn_up.weight")
     if up is None or len(up.shape) != 2:
         raise UnsupportedModelError("the file lacks the matrix v.blk.0.ffn_up.weight of an image encoder")
@@ -262,9 +301,17 @@ def _tower(
     layer = LayerConfig(
         up.shape[1], _activation(keys, family.gelu), rope, dim**-0.5, gated="blk.0.ffn_gate.weight" in tensors
     )
-    windowed = LayerConfig(
-        layer.n_ff, layer.activation, rope, layer.attention_scale, gated=layer.gated, groups="only"
-    )
+    if family.by_axis:  # llama.cpp's converter writes no key of the activation
+        layer = replace(
+            layer, activation=family.gelu, attention_scale=1.0, qk_norm="head", value_norm=True,
+            post_norm=True, more_rope=more_rope,
+        )  # fmt: skip
+    norm = family.norm
+    if family.sizes == "grid":  # InternVL, whose encoder of 6B parameters has other norms
+        norm = "layer" if "blk.0.attn_norm.bias" in tensors else "rms"
+        qk_norm: HeadNorm | None = "width" if "blk.0.attn_q_norm.weight" in tensors else None
+        layer = replace(layer, qk_norm=qk_norm)
+    windowed = replace(layer, groups="only")
     every = keys.integer("vision.n_wa_pattern", 1, n_layer) if window else 1
     return ModelConfig(
         architecture=ARCHITECTURE,
@@ -274,22 +321,22 @@ def _tower(
         n_head_kv=n_head,
         head_dim=dim,
         head_dim_v=dim,
-        n_vocab=1 if family.rope and not family.resized else per_side**2 + _has_class(family, tensors),
+        n_vocab=n_positions + _has_class(family, tensors),
         n_ctx_train=1 << 20,
         norm_eps=keys.real("vision.attention.layer_norm_epsilon", 0.0, 1.0),
-        norm=family.norm,
+        norm=norm,
         embedding_norm="token_embd_norm.weight" in tensors,
         causal=False,
     )
 
 
-def _axial(kind: RopeKind, dim: int) -> Rope:
+def _axial(kind: RopeKind, dim: int, base: float) -> Rope:
     """Return the rotation of a head of `dim` channels by row, and by column.
 
     Pixtral ("norm") divides the frequencies of a whole head between the axes. Others ("neox") repeat the
     frequencies of half a head.
     """
-    of_head, of_half = (frequencies(ROPE_BASE, n).tolist() for n in (dim, dim // 2))
+    of_head, of_half = (frequencies(base, n).tolist() for n in (dim, dim // 2))
     freq = (*of_head[::2], *of_head[1::2]) if kind == "norm" else (*of_half, *of_half)
     return Rope(kind, dim, freq, axes=(0,) * (dim // 4) + (1,) * (dim // 4))
 

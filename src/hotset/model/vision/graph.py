@@ -5,7 +5,7 @@ normalised. The patches of an image token are adjacent, row by row. `Batch.token
 of the patches, `Batch.rotary` their rows and columns, `Batch.groups` their windows, and `Batch.outputs` the
 last patch of each image token. Names of values, in addition to the decoder's:
 
-    [input: is split into pixels  position_shares  is_patch  is_class]  pixels  patches  [patches_1
+    [input: is split into pixels  position_rows  is_patch  is_class]  pixels  patches  [patches_1
     patches_both: of two frames]  [patches_alone  class_embd  patches_and_class]  [position_embd  inp]
     [token_embd_norm]
     [mm_input_norm]  merged: the patches of a token side by side  [pooled: their mean  pooled_norm]
@@ -16,6 +16,7 @@ last patch of each image token. Names of values, in addition to the decoder's:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ from hotset.model.weights import Weights
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
+    from hotset.model.config import LayerConfig
+    from hotset.model.predictor import Predictor
 
 
 def describe_encoder(config: VisionConfig, tensors: Mapping[str, TensorInfo]) -> Graph:
@@ -40,7 +43,7 @@ def describe_encoder(config: VisionConfig, tensors: Mapping[str, TensorInfo]) ->
     """
     tower = config.tower
     weights = Weights(tower, tensors)
-    model = Decoder(tower, weights, [LayerThresholds()] * tower.n_layer)
+    model = _Tower(tower, weights, [LayerThresholds()] * tower.n_layer)
     x = _embedded(model, config)
     deep = []
     for i, layer in enumerate(tower.layers):
@@ -52,9 +55,11 @@ def describe_encoder(config: VisionConfig, tensors: Mapping[str, TensorInfo]) ->
             merged = model.norm(merged, f"{name}.norm")
             deep.append(_mlp(model, merged, f"{name}.fc1", f"{name}.fc2", merged.width, config.n_out))
     model.where = {}
+    if config.projector == "gemma4v":
+        x = _standardised(model, config, x)
     if "mm.input_norm.weight" in tensors:
         x = model.norm(x, "mm.input_norm", "mm_input_norm")
-    elif config.projector not in ("pixtral", "mlp", "internvl"):
+    elif config.projector not in ("pixtral", "mlp", "internvl", "gemma4v"):
         x = model.norm(x, "output_norm")
     merges = "mm.patch_merger.weight" in tensors
     merged = model.value("merged", config.merge**2 * tower.n_embd)
@@ -71,6 +76,33 @@ def describe_encoder(config: VisionConfig, tensors: Mapping[str, TensorInfo]) ->
         weights.bare(NEWLINE, config.n_out)
     weights.refuse_unused()
     return model.graph
+
+
+class _Tower(Decoder):
+    """The layers of an encoder. Inputs and outputs of products have limits if the file has them (Gemma 4)."""
+
+    def linear(self, x: Value, tensor: str, width: int, name: str | None = None) -> Value:
+        if f"{tensor}.input_min" not in self.weights.tensors:
+            return super().linear(x, tensor, width, name)
+        x = self._limited(x, tensor, "input", f"{tensor}_in")
+        return self._limited(
+            super().linear(x, tensor, width, f"{tensor}_raw"), tensor, "output", name or tensor
+        )
+
+    def _limited(self, x: Value, tensor: str, end: str, name: str) -> Value:
+        limits = (self.weights.bare(f"{tensor}.{end}_{side}", 1) for side in ("min", "max"))
+        return self.add(ops.Clip(self.value(name, x.width), x, *limits, **self.where))
+
+    def ffn(self, i: int, layer: LayerConfig, given: Value, x: Value, predictor: Predictor | None) -> Value:
+        blk = f"blk.{i}"
+        if f"{blk}.ffn_down.input_min" not in self.weights.tensors:
+            return super().ffn(i, layer, given, x, predictor)
+        self.enter(i, "ffn")
+        h = self.norm(x, f"{blk}.ffn_norm")
+        gate, up = (self.linear(h, f"{blk}.ffn_{name}", layer.n_ff) for name in ("gate", "up"))
+        gate = self.activated(gate, layer.activation.gate)
+        neurons = self.add(ops.Multiply(self.value(f"{blk}.ffn_act", up.width), gate, up, **self.where))
+        return self._after_ffn(blk, layer, x, self.linear(neurons, f"{blk}.ffn_down", x.width))
 
 
 def _embedded(model: Decoder, config: VisionConfig) -> Value:
@@ -91,13 +123,29 @@ def _embedded(model: Decoder, config: VisionConfig) -> Value:
     if config.tower.n_vocab > 1:
         table = model.weights.matrix("position_embd", d, config.tower.n_vocab)
         positions = model.value("position_embd", d)
-        if config.family.resized:
-            shares = model.channels(given, n, config.tower.n_vocab, "position_shares")
-            model.add(ops.TransposedLinear(positions, shares, table))
+        if config.n_mixed:
+            rows = model.channels(given, n, 2 * config.n_mixed, "position_rows")
+            model.add(ops.MixRows(positions, rows, table))
         else:
             model.add(ops.Embed(positions, table))
         x = model.add(ops.Add(model.value("inp", d), x, positions))
     return model.norm(x, "token_embd_norm") if config.tower.embedding_norm else x
+
+
+def _standardised(model: Decoder, config: VisionConfig, x: Value) -> Value:
+    """Add the scale of pooled patches, and their mean and deviation in training, if the file has them.
+
+    The published model pools the patches first, which has the same results.
+    """
+    d = config.tower.n_embd
+    x = model.scaled(x, math.sqrt(d), "patches_scaled")
+    if "std_bias" not in model.weights.tensors:
+        return x
+    mean = model.add(ops.Embed(model.value("std_bias", d), model.weights.bare("std_bias", d), "type"))
+    mean = model.scaled(mean, -1.0, "std_bias_negative")
+    x = model.add(ops.Add(model.value("patches_centred", d), x, mean))
+    weight = model.weights.bare("std_scale", d)
+    return model.add(ops.Scale(model.value("patches_standard", d), x, 1.0, weight))
 
 
 def _project(model: Decoder, config: VisionConfig, x: Value) -> Value:
@@ -114,10 +162,17 @@ def _project(model: Decoder, config: VisionConfig, x: Value) -> Value:
             )
             x, matrix = model.add(normed), model.weights.matrix("mm.input_projection", n_out, d)
             return model.add(ops.TransposedLinear(model.value("embeddings", n_out), x, matrix))
+        case "gemma4v":
+            mean = ops.AddStreams(model.value("pooled", d), None, x, None, 1, 1 / config.merge**2)
+            unit = ops.UnitNorm(model.value("pooled_norm", d), model.add(mean), config.tower.norm_eps, 1)
+            return model.linear(model.add(unit), "mm.input_projection", n_out, "embeddings")
         case "pixtral":
             return _mlp(model, x, "mm.1", "mm.2", n_out, n_out)
         case "internvl":
-            x = model.norm(x, "mm.model.mlp.0", eps=1e-5)
+            norm = "mm.model.mlp.0"  # a layer norm, whatever the norms of the layers are
+            weight = model.weights.vector(norm, x.width)
+            bias = model.weights.bias(norm, x.width, required=True)
+            x = model.add(ops.LayerNorm(model.value(norm, x.width), x, weight, bias, 1e-5))
             return _mlp(model, x, "mm.model.mlp.1", "mm.model.mlp.3", n_out, n_out)
         case _:
             width = n_out if config.projector == "mlp" else x.width

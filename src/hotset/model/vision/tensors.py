@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 # Stems in the file → stems in the graph. Other names lose their prefix `v.`, or stay.
 _NAMES = {
     "ln1": "attn_norm", "ln2": "ffn_norm", "attn_out": "attn_output", "post_ln": "output_norm",
-    "pre_ln": "token_embd_norm",
+    "pre_ln": "token_embd_norm", "attn_post_norm": "post_attention_norm", "ffn_post_norm": "post_ffw_norm",
 }  # fmt: skip
 _SWAPPED = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 OF_CLASS = "class_embd"  # the row in place of a patch embedding, of one more row
@@ -28,7 +29,8 @@ class EncoderTensors:
     """A WeightSource over an image encoder's file, which remains the caller's.
 
     The patch embedding, a convolution, is a matrix with a row per channel. Old converters swapped the names
-    of ffn_up and ffn_down; their shapes show it. Tables of positions may have dimensions of one row.
+    of ffn_up and ffn_down; their shapes show it. Tables of positions of several axes are one table. Tensors
+    of an encoder of sound in the same file are left out.
     """
 
     def __init__(self, gguf: GGUFFile) -> None:
@@ -38,6 +40,8 @@ class EncoderTensors:
         self._names: dict[str, str] = {}
         self._tensors: dict[str, TensorInfo] = {}
         for old, info in gguf.tensors.items():
+            if old.startswith(("a.", "mm.a.")):
+                continue
             name = name_in_graph(old, swapped=swapped)
             if name in self._tensors:
                 raise FormatError(f"{gguf.path} holds the tensor {old} twice; convert the model again.")
@@ -47,7 +51,7 @@ class EncoderTensors:
             elif name == OF_CLASS and info.n_elements == info.shape[0]:
                 info = replace(info, shape=(info.shape[0], 1))
             elif name.startswith("position_embd"):
-                info = replace(info, shape=info.shape[:2] + tuple(n for n in info.shape[2:] if n != 1))
+                info = replace(info, shape=(info.shape[0], math.prod(info.shape[1:])))
             self._names[name], self._tensors[name] = old, replace(info, name=name)
 
     @property

@@ -6,6 +6,7 @@ events.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -36,7 +37,7 @@ from hotset.server.rows import (
     settings_of,
 )
 from hotset.server.shapes import EVENT_STREAM, InputTokens, ResponseReasoning, ResponseReply, documented
-from hotset.server.streams import in_turn, off_loop, serving, streamed, whole
+from hotset.server.streams import off_loop, serving, streamed, until_left, whole
 from hotset.server.tool_fields import (
     MAX_TOOL_NAME,
     MAX_TOOLS,
@@ -408,11 +409,10 @@ async def input_tokens(body: ResponsesBody, http: Request) -> InputTokens:
     """Return the number of tokens of the prompt that /v1/responses would compute for this body."""
     service = await serving(http, body.model, takes_adapter=True)
 
-    def counted() -> int:
-        request = answer_request(body, service.sampling)
-        return len(service.prompt(request))
+    def counted(left: threading.Event) -> int:
+        return len(service.prompt(answer_request(body, service.sampling), left))
 
-    return InputTokens(object="response.input_tokens", input_tokens=await in_turn(http, counted))
+    return InputTokens(object="response.input_tokens", input_tokens=await until_left(http, counted))
 
 
 def head(model: str, body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
