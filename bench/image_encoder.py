@@ -1,16 +1,21 @@
 """How long does an image take? Encoders of real shapes with random weights, on the CPU.
 
     python bench/image_encoder.py --shape smolvlm-256m --type f16
-    python bench/image_encoder.py --shape qwen2.5-vl-3b --type q8_0 --side 448
+    python bench/image_encoder.py --shape qwen2.5-vl-3b --type q8_0 --side 448 --llama-cpp build/bin
 
-Prints the seconds of one step: a tile, or an image of --side pixels. --keep FILE keeps the encoder's file.
-With it, `llama-server --mmproj` and `llama-mtmd-cli` print their time. The last line is JSON.
+Prints the seconds of one step: a tile, or an image of --side pixels. They include scaling, which llama.cpp
+does not time. --llama-cpp FOLDER runs the same file in
+llama-mtmd-cli of this folder, in turns, and prints the ratio of the best times. --keep FILE keeps the
+encoder's file. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +23,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+from PIL import Image
 
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from byte_models import write_model
+
+from hotset.cores import usable_cores
 from hotset.formats.gguf import GGUFWriter
 from hotset.formats.quants import GGMLType
 from hotset.vision import ImageEncoder, Picture
@@ -113,6 +123,26 @@ def write(shape: Shape, path: Path, type: GGMLType) -> None:
     writer.write()
 
 
+def of_llama_cpp(program: Path, mmproj: Path, image: Path, n_embd: int, threads: int) -> list[float]:
+    """Return the seconds of the encoder's steps that llama-mtmd-cli prints, of one image.
+
+    program: llama-mtmd-cli. n_embd: the width of the text model, which has one layer.
+    """
+    text = mmproj.with_name("text.gguf")
+    if not text.exists():
+        write_model(text, n_embd=n_embd, n_layer=1, **{"llama.context_length": 4096})
+    command = [program, "-m", text, "--mmproj", mmproj, "--image", image, "-p", "?", "-n", "1", "-c", "4096"]
+    command += ["-t", str(threads), "--jinja", "--no-mmproj-offload"]
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, check=False, text=True, errors="replace"
+    )
+    found = re.findall(r"mtmd batch encoding done in (\d+) ms", done.stdout + done.stderr)
+    if not found:
+        print(done.stderr[-2000:], file=sys.stderr)
+        sys.exit(f"{program} printed no time of an encoder (exit status {done.returncode})")
+    return [int(n) / 1000 for n in found]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="smolvlm-256m")
@@ -121,6 +151,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--keep", type=Path, help="keep the encoder's file here")
+    parser.add_argument("--llama-cpp", type=Path, help="the folder of llama-mtmd-cli")
     args = parser.parse_args()
     shape = SHAPES[args.shape]
     side = shape.side if args.side is None or shape.projector == "idefics3" else args.side
@@ -129,17 +160,27 @@ def main() -> None:
         write(shape, path, GGMLType[args.type.upper()])
         with ImageEncoder.open(path, n_embd=shape.n_out, threads=args.threads) as encoder:
             pixels = np.random.default_rng(1).integers(0, 256, (side, side, 3), np.uint8)
-            picture, times = Picture.of(pixels), []
+            picture, times, theirs = Picture.of(pixels), [], list[float]()
+            image = Path(folder) / "image.png"
+            Image.fromarray(pixels).save(image)
             for _ in range(args.repeat + 1):  # the first one is slower
                 start = time.perf_counter()
-                n_tokens = len(encoder.encode(picture, "low" if shape.projector == "idefics3" else "auto"))
-                times.append(time.perf_counter() - start)
-            best, n_patches = min(times[1:]), n_tokens * shape.merge**2
+                n_tokens = len(encoder.encode(picture))
+                n_patches = n_tokens * shape.merge**2
+                # SmolVLM enlarges the image to 16 tiles, and the whole image is one more.
+                n_steps = n_patches // shape.n_patches if shape.projector == "idefics3" else 1
+                times.append((time.perf_counter() - start) / n_steps)
+                if args.llama_cpp is not None:
+                    program, threads = args.llama_cpp / "llama-mtmd-cli", args.threads or usable_cores()
+                    theirs += of_llama_cpp(program, path, image, shape.n_out, threads)
+            best, n_patches = min(times[1:]), n_patches // n_steps
             products = 2 * shape.multiplications(n_patches) / best
-            print(f"{args.shape} {args.type}: {n_patches} patches, {n_tokens} image tokens")
+            print(f"{args.shape} {args.type}: {n_steps} steps of {n_patches} patches")
             print(f"{best:.3f} s ({products / 1e9:.0f} GFLOP/s), memory {encoder.nbytes / 2**20:.0f} MiB")
+    if theirs:
+        print(f"llama.cpp {min(theirs):.3f} s: hotset is {min(theirs) / best:.2f} times as fast")
     result = {"shape": args.shape, "type": args.type, "n_patches": n_patches, "seconds": best}
-    print(json.dumps(result | {"seconds_of_all": times[1:]}))
+    print(json.dumps(result | {"seconds_of_all": times[1:], "llama_cpp_seconds_of_all": theirs}))
 
 
 if __name__ == "__main__":
