@@ -256,20 +256,24 @@ def attentions(gpu: str, gcn: bool) -> Iterator[Job]:
     """Yield get_fa_tuning_params_scalar's kernels: 1 and 512 tokens, after at least 1,024 positions."""
     defines = {**HALVES, **SUMS, "Q_TYPE": "float", "D_TYPEV4": "vec4", "DATA_A_IQ4_NL": "1"}
     types = (int(T.F16), int(T.F16), 2, 2)
-    ours = "attention", (1, HEAD, HEAD, 0, 1, 0, 0)
+    # Our loops: parts of the keys, vectors of a part, parts of the values, places of a part, its last places.
+    ours, loops = ("attention", (1, HEAD, HEAD, 0, 1, 0, 0, 1)), (2, 1, 2, 2, 0)
     tile = (128, 1, 64, HEAD, HEAD, 0, 8, 1, 64 if gcn else 32, 0, 2, 0)
     turns = (1, 2, 4, 3)  # of the mask, subgroups, positions and lanes
     if gpu.startswith("gfx11"):
         turns = *turns, 2  # halves of 64 lanes
-    yield Job(
-        "attention of one token, F16", ours, "flash_attn.comp", defines, (*tile, *types), ((16, 0), turns),
-        (2 * 64 * HEAD // 64, 2 * 64 * HEAD // 128), FMAS,
-    )  # fmt: skip
+    for heads in (1, 4):
+        own = ours[0], (*ours[1], heads, 512)
+        yield Job(
+            f"attention of one token, F16, {heads} heads per key", own, "flash_attn.comp", defines,
+            (*tile, *types), (loops if heads > 1 else (2, 1, 1, 4, 0), turns),
+            (2 * 64 * HEAD // 64, 2 * 64 * HEAD // 128), FMAS,
+        )  # fmt: skip
     tile = (256, 16, 32, HEAD, HEAD, 0, 8, 4, 64, 0, 3, 0) if gcn else (
         256, 8, 32, HEAD, HEAD, 0, 8, 1, 64, 0, 3, 1920
     )  # fmt: skip
     yield Job(
-        "attention of many tokens, F16", ours, "flash_attn.comp", defines, (*tile, *types), ((16, 0), ()),
+        "attention of many tokens, F16", own, "flash_attn.comp", defines, (*tile, *types), (loops, ()),
         (2 * 64 * HEAD // 64, 2 * 32 * tile[1] * HEAD // 256), FMAS,
     )  # fmt: skip
 

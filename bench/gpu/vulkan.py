@@ -327,10 +327,14 @@ def costs(device: str, n: int) -> dict[str, float]:
     buffer.clear()
     cancel = _core.VulkanCancel()
 
-    def recorded(n: int, *, dependent: bool = False, timed: bool = False) -> _core.VulkanProgram:
+    def recorded(
+        n: int, *, dependent: bool = False, timed: bool = False, cut: bool = False
+    ) -> _core.VulkanProgram:
         kernels.timings = DispatchTimings(opened) if timed else None
         recorder = Recorder(kernels)
         for i in range(n):
+            if cut and i:
+                recorder.program.cut()
             read, written = (i % 2, 1 - i % 2) if dependent else (0, i + 1)
             x = buffer, 256 * read, 256, False
             push = 64, 64, 64, 64, 64, 0, 1.0, 0.0, 0.0, 0.0
@@ -340,19 +344,18 @@ def costs(device: str, n: int) -> dict[str, float]:
         recorder.program.finish()
         return recorder.program
 
-    def seconds(*programs: _core.VulkanProgram) -> float:
+    def seconds(program: _core.VulkanProgram) -> float:
         taken = []
         for _ in range(25):
             start = perf_counter()
-            _core.vulkan_run(list(programs), cancel)
+            _core.vulkan_run([program], cancel)
             taken.append(perf_counter() - start)
         return median(taken[5:])
 
-    one, several = recorded(1), [recorded(1) for _ in range(8)]
-    single, many = seconds(one), seconds(recorded(n))
+    single, many, n_cut = seconds(recorded(1)), seconds(recorded(n)), 8
     return {
         "submission": single,
-        "next submission": (seconds(*several) - single) / (len(several) - 1),
+        "next submission": (seconds(recorded(n_cut, cut=True)) - single) / (n_cut - 1),
         "dispatch": (many - single) / (n - 1),
         "dependent dispatch": (seconds(recorded(n, dependent=True)) - single) / (n - 1),
         "timestamp": (seconds(recorded(n, timed=True)) - many) / n

@@ -2,7 +2,7 @@
 // Attention of a token's heads over its KV blocks, in the CPU's order (csrc/kernels/float_kernels.h): a running softmax over the
 // KV blocks of a split of 512 positions, then a merge of the splits in order. Splits begin at fixed positions, so that the order
 // of every sum depends only on the token's position. A workgroup has HEADS heads with the same keys and values, which it reads
-// once, into shared memory. A lane of a head has a position of a KV block, then words of values. With few tokens a workgroup has
+// once, into shared memory; a head without others reads them directly. A lane of a head has a position of a KV block, then words of values. With few tokens a workgroup has
 // one split, and stores its parts; the last one to do so for its heads merges them.
 #include "common.glsl"
 #include "cache.glsl"
@@ -20,6 +20,7 @@ layout(constant_id = 7) const uint FORMS = 1;  // of the result: FLOATS, ROUNDED
 layout(set = 0, binding = 0) readonly buffer Queries { float queries[]; };
 layout(set = 0, binding = 1) readonly buffer Keys { uvec4 keys[]; };
 layout(set = 0, binding = 2) readonly buffer Values { uvec4 values[]; };
+layout(set = 0, binding = 2) readonly buffer ValueWords { uint value_words[]; };
 layout(set = 0, binding = 3) readonly buffer KeyScales { float key_scales[]; };
 layout(set = 0, binding = 4) readonly buffer ValueScales { float value_scales[]; };
 layout(set = 0, binding = 5) readonly buffer Positions { uint positions[]; };  // visible.glsl
@@ -45,11 +46,12 @@ const uint LOADS = (TILE + ROUNDING - 1u) / ROUNDING;  // per lane
 const bool FILLED = TILE % ROUNDING == 0u;  // each lane loads as many
 const uint AHEAD = KV == 2u ? 4u : 16u;  // places whose values are read at a time
 const uint AT_ONCE = TILE / KV_BLOCK;  // vectors of a KV block's keys
-const uint PLACES = TILE / VECTORS_V < KV_BLOCK ? TILE / VECTORS_V : KV_BLOCK;  // of values
+const uint MOST_PLACES = HEADS > 1u ? TILE / VECTORS_V : KV_BLOCK;  // of values in shared memory at a time
+const uint PLACES = MOST_PLACES < KV_BLOCK ? MOST_PLACES : KV_BLOCK;
 const uint QUERY = (VECTORS * PER > DIM_V ? VECTORS * PER : DIM_V) / 4u;
 shared vec4 query[HEADS * QUERY];  // [head][four channels], and at the end the result
 shared float weights[HEADS * KV_BLOCK];
-shared uint tile[4u * LOADS * ROUNDING];
+shared uint tile[HEADS > 1u ? 4u * LOADS * ROUNDING : 1u];
 shared uint n_before;
 
 #include "softmax.glsl"
@@ -90,13 +92,17 @@ float key_score(uint base) {
     float score = 0.0, block = 0.0;
     for (uint from = 0; from < VECTORS; from += AT_ONCE) {
         const uint n = min(AT_ONCE, VECTORS - from) * KV_BLOCK;
-        bring(true, (base * VECTORS + from) * KV_BLOCK, n, FILLED && VECTORS % AT_ONCE == 0u);
-        for (uint first = from; first < min(from + AT_ONCE, VECTORS); first += 8u)
+        if (HEADS > 1u) bring(true, (base * VECTORS + from) * KV_BLOCK, n, FILLED && VECTORS % AT_ONCE == 0u);
+        for (uint first = from; first < min(from + AT_ONCE, VECTORS); first += 8u) {
+            uvec4 words[8];
+            [[unroll]] for (uint v = 0; v < 8u; v++)
+                if (HEADS == 1u && (VECTORS % 8u == 0u || first + v < VECTORS))
+                    words[v] = keys[(base * VECTORS + first + v) * KV_BLOCK + place];
             [[unroll]] for (uint v = 0; v < 8u; v++) {
                 if (VECTORS % 8u != 0u && first + v >= VECTORS) break;
-                const uint vector = first + v;
+                const uint vector = first + v, at = 4u * ((vector - from) * KV_BLOCK + place);
                 [[unroll]] for (uint i = 0; i < 4u; i++) {
-                    const vec4 key = channels_of(tile[4u * ((vector - from) * KV_BLOCK + place) + i]);
+                    const vec4 key = channels_of(HEADS > 1u ? tile[at + i] : words[v][i]);
                     [[unroll]] for (uint c = 0; c < IN_WORD; c++) {
                         const uint channel = i * IN_WORD + c;
                         const float q = query[own + vector * (PER / 4u) + channel / 4u][channel & 3u];
@@ -109,6 +115,7 @@ float key_score(uint base) {
                     block = 0.0;
                 }
             }
+        }
     }
     return KV == 2u ? score : block;
 }
@@ -121,31 +128,44 @@ float score_of(uint p, uint first, uint last, uint base, uint token, uint head) 
     return p < first || p > last ? LOWEST : score;
 }
 
-// Add the weighted value of a place to a lane's sums. at: the place's first word in `tile`.
-void add_value(uint at, uint scales, uint place, uint o, inout float sums[CHANNELS]) {
-    precise vec4 value = channels_of(tile[at]);
-    if (KV == 2u) value = value * value_scales[scales + place];
-    const float weight = weights[gl_LocalInvocationIndex / LANES * KV_BLOCK + place];
-    [[unroll]] for (uint c = 0; c < IN_WORD; c++) sums[o * IN_WORD + c] = fused(weight, value[c], sums[o * IN_WORD + c]);
+// Add AHEAD weighted values to a lane's sums, from a place on, or those before place `end`. at: of the place's word, in `tile` or
+// in memory.
+void add_some(bool whole, uint at, uint scales, uint place, uint end, uint o, inout float sums[CHANNELS]) {
+    uint words[AHEAD];
+    float own[AHEAD];
+    [[unroll]] for (uint i = 0; i < AHEAD; i++) {
+        const uint there = whole ? i : min(i, end - 1u - place);
+        words[i] = HEADS > 1u ? tile[at + there * VECTORS_V * 4u] : value_words[at + there * VECTORS_V * 4u];
+        if (KV == 2u) own[i] = value_scales[scales + place + there];
+    }
+    [[unroll]] for (uint i = 0; i < AHEAD; i++)
+        if (whole || place + i < end) {
+            precise vec4 value = channels_of(words[i]);
+            if (KV == 2u) value = value * own[i];
+            const float weight = weights[gl_LocalInvocationIndex / LANES * KV_BLOCK + place + i];
+            [[unroll]] for (uint c = 0; c < IN_WORD; c++)
+                sums[o * IN_WORD + c] = fused(weight, value[c], sums[o * IN_WORD + c]);
+        }
 }
 
 // Add the weighted values of the places [low, high] of a KV block to a lane's sums. All lanes must call it.
 void add_values(uint base, uint low, uint high, inout float sums[CHANNELS]) {
     for (uint from = low; from <= high; from += PLACES) {
-        const uint n = min(PLACES, high + 1u - from), step = VECTORS_V * 4u;
-        if (FILLED && n * VECTORS_V == TILE)
-            bring(false, (base * KV_BLOCK + from) * VECTORS_V, TILE, true);
-        else
-            bring(false, (base * KV_BLOCK + from) * VECTORS_V, n * VECTORS_V, false);
+        const uint n = min(PLACES, high + 1u - from), start = (base * KV_BLOCK + from) * VECTORS_V;
+        if (HEADS > 1u) {
+            if (FILLED && n * VECTORS_V == TILE)
+                bring(false, start, TILE, true);
+            else
+                bring(false, start, n * VECTORS_V, false);
+        }
         [[unroll]] for (uint o = 0; o < OWN; o++) {
-            const uint word = o * LANES + gl_LocalInvocationID.x;
+            const uint word = o * LANES + gl_LocalInvocationID.x, step = VECTORS_V * 4u;
             if (word >= WORDS) break;
             const uint scales = (base * ((DIM_V + 31u) / 32u) + word / 8u) * KV_BLOCK;
-            uint place = 0;
-            for (; place + AHEAD <= n; place += AHEAD)
-                [[unroll]] for (uint i = 0; i < AHEAD; i++)
-                    add_value((place + i) * step + word, scales, from + place + i, o, sums);
-            for (; place < n; place++) add_value(place * step + word, scales, from + place, o, sums);
+            uint place = from, at = (HEADS > 1u ? 0u : 4u * start) + word;
+            for (; place + AHEAD <= from + n; place += AHEAD, at += AHEAD * step)
+                add_some(true, at, scales, place, from + n, o, sums);
+            for (; place < from + n; place += AHEAD) add_some(false, at, scales, place, from + n, o, sums);
         }
     }
 }
