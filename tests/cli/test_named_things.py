@@ -20,7 +20,7 @@ MODELS = {"model", "models", "source", "names", "draft"}  # parameters that name
 FILES_IN_TEXT = {"lora", "json_schema", "text", "compare"}  # texts that can name a file
 MADE = {"cache_dir", "export_to", "directory", "work"}  # folders that a command makes
 ELSEWHERE = {"ps", "stop", "launch"}  # commands for a server or another program
-# What a parameter requires.
+# Options that a parameter requires.
 WITH: Mapping[str, tuple[str, ...]] = {
     "draft": ("--speculate", "draft"), "lookup": ("--speculate", "ngram"),
     "example_labels": ("--examples", "FILE"), "tls_cert": ("--tls-key", "FILE"),
@@ -55,7 +55,7 @@ def is_number(one: Any) -> bool:
 
 
 def arguments_of(command: str, folder: Path, values: Mapping[str, str]) -> list[str]:
-    """Return a command line with these values, and with what the command requires."""
+    """Return a command line with these values and all required arguments."""
     found = command.split()
     given = {"model": str(folder / "tiny.gguf")} | values
     for one in command_of(command).params:

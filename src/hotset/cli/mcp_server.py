@@ -216,7 +216,7 @@ class Tools:
 def _check_arguments(tool: types.Tool, arguments: dict[str, Any]) -> None:
     """Raise InvalidRequestError for arguments that the tool's schema does not allow.
 
-    Numbers of the table of parameters have their own check, whose messages are those of other interfaces.
+    Numbers of the table of parameters have their own check, with the same message in all interfaces.
     """
     for name in tool.input_schema["properties"].keys() & arguments.keys() & PARAMETERS.keys():
         if PARAMETERS[name].kind is not None:
