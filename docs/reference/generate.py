@@ -32,6 +32,7 @@ from hotset.cli.launch_tools import TOOLS, ServerAddress, with_arguments
 from hotset.cli.main import SUBCOMMANDS
 from hotset.cli.options import spread
 from hotset.cli.spellings import FILE, FLAGS, MEANT, MODEL, REPOSITORY, WITHOUT_EFFECT
+from hotset.cli.values import OptionType
 from hotset.formats import bundle
 from hotset.formats.encode import WRITABLE
 from hotset.formats.quants import TYPES
@@ -200,8 +201,9 @@ def option(parameter: inspect.Parameter, kind: Any, info: Any, required: bool) -
     else:
         given = "on" if default is True else str(getattr(default, "value", default))
     help = " ".join((info.help or "").split())
-    if info.min is not None or info.max is not None:
-        help += f" ({bounds(info.min, info.max)})"
+    ends = info.parser.ends if isinstance(info.parser, OptionType) else (info.min, info.max)
+    if ends != (None, None):
+        help += f" ({bounds(*ends)})"
     return Option(tuple(name for one in names for name in one.split("/")), word, given, help)
 
 

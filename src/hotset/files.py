@@ -49,7 +49,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     except (OSError, ValueError) as error:  # no permission, a socket; a name with a zero byte
         if isinstance(error, PermissionError) and os.path.isdir(path):  # Windows cannot open a folder
             raise _is_no_file(path, stat.S_IFDIR) from None
-        raise FormatError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+        raise FormatError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -79,7 +79,7 @@ def read_bounded(file: BinaryIO, name: Path | str, limit: int) -> bytes:
         while len(data) <= limit and (piece := file.read(min(1 << 20, limit + 1 - len(data)))):
             data += piece
     except OSError as error:
-        raise FormatError(f"{name} cannot be read: {error.strerror or error}.") from None
+        raise FormatError(f"{name} cannot be read ({error.strerror or error})") from None
     if len(data) > limit:
         raise FormatError(f"{name} is larger than {human_size(limit)}, the limit for such a file.")
     return bytes(data)
@@ -101,6 +101,17 @@ _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }
+
+
+def missing(path: str | os.PathLike[str], kind: str = "file", remedy: str = "check the path") -> str:
+    """Return the message about a path that does not exist."""
+    return f"there is no {kind} {path}; {remedy}"
+
+
+def unreadable(path: str | os.PathLike[str], error: OSError) -> str:
+    """Return the message about a path that the system does not let be read."""
+    is_missing = isinstance(error, FileNotFoundError)
+    return missing(path) if is_missing else f"{path} cannot be read ({error.strerror or error})"
 
 
 def check_target(path: str | os.PathLike[str], reads: Iterable[Path] = ()) -> None:
@@ -125,6 +136,21 @@ def check_target(path: str | os.PathLike[str], reads: Iterable[Path] = ()) -> No
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "not a regular file")
         raise InvalidRequestError(f"{path} is {kind}, which is not replaced; choose a file to write")
+
+
+def check_output(path: str | os.PathLike[str], reads: Iterable[Path] = ()) -> None:
+    """Check a path that a user names for a new file: as `check_target`, and its folder must exist.
+
+    Raises InvalidRequestError.
+    """
+    check_target(path, reads)
+    try:
+        Path(path).parent.stat()
+    except FileNotFoundError:
+        folder, name = Path(path).parent, Path(path).name
+        raise InvalidRequestError(missing(folder, "folder", f"make it for {name}")) from None
+    except OSError:  # not accessible: writing will show it
+        pass
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:

@@ -19,26 +19,31 @@ from hotset.errors import HotsetError, InvalidRequestError, install_command
 _MAX_SHOWN = 80
 
 
-def real_number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
+def real_number(name: str, value: Any, low: float | None = None, high: float | None = None) -> float:
     """Return `value` as a finite float in [low, high]. Raises InvalidRequestError, also for a bool."""
     number = _float(value)
     if not math.isfinite(number):
         raise InvalidRequestError(f"{name} must be a finite number, not {shown(value)}")
-    if not low <= number <= high:
-        span = f"between {low} and {high}" if high < math.inf else f"at least {low}"
-        raise InvalidRequestError(f"{name} must be {span}, not {shown(value)}")
+    _check_range(name, value, low, high)
     return number
 
 
-def whole_number(name: str, value: Any, low: int, high: int | None = None) -> int:
+def whole_number(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
     """Return `value` as an int in [low, high]. Raises InvalidRequestError, also for a bool."""
     if isinstance(value, bool) or not isinstance(value, int | Integral):
         raise InvalidRequestError(f"{name} must be a whole number, not {shown(value)}")
-    number = int(value)
-    if number < low or (high is not None and number > high):
-        span = f"between {low} and {high}" if high is not None else f"at least {low}"
-        raise InvalidRequestError(f"{name} must be {span}, not {shown(value)}")
-    return number
+    _check_range(name, value, low, high)
+    return int(value)
+
+
+def _check_range(name: str, value: Any, low: float | None, high: float | None) -> None:
+    """Raise InvalidRequestError for a number outside [low, high]; None: no bound."""
+    if (low is None or value >= low) and (high is None or value <= high):
+        return
+    span = f"between {low} and {high}" if None not in (low, high) else f"at least {low}"
+    if low is None:
+        span = f"at most {high}"
+    raise InvalidRequestError(f"{name} must be {span}, not {shown(value)}")
 
 
 def flag(name: str, value: Any) -> bool:
@@ -210,21 +215,20 @@ class Parameter:
         """Return the meaning of a given value, which differs for -1."""
         return self.minus_one if isinstance(value, Real) and value == -1 else value
 
-    def checked(self, value: Any) -> Any:
-        """Return a given value as a plain value of Python. Raises InvalidRequestError."""
-        value = self.meant(value)
+    def checked(self, value: Any, name: str | None = None) -> Any:
+        """Return a given value as a plain value of Python. Raises InvalidRequestError, with this name."""
+        name, value = self.name if name is None else name, self.meant(value)
         if value is None and self.default is None:
             return None
         if self.choices:
-            return choice(self.name, value, self.choices)
+            return choice(name, value, self.choices)
         if self.kind is int:
-            return whole_number(self.name, value, self.low or 0, self.high)
+            return whole_number(name, value, self.low or 0, self.high)
         if self.kind is float:
-            low = -math.inf if self.low is None else self.low
-            return real_number(self.name, value, low, math.inf if self.high is None else self.high)
+            return real_number(name, value, self.low, self.high)
         if self.kind is size:
-            return size(self.name, value, self.low or 0)
-        return _CHECKS[self.kind](self.name, value)
+            return size(name, value, self.low or 0)
+        return _CHECKS[self.kind](name, value)
 
     @property
     def spellings(self) -> tuple[str, ...]:

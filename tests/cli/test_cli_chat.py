@@ -423,7 +423,7 @@ def test_another_model_continues_the_conversation(model: Path, home: Path, tmp_p
     chat.ask("one\r")
     for command in ("/model other", "/load nothing", "/load"):
         chat.reply(PROMPT, f"{command}\r")
-        chat.wait_for("There is no model" if "nothing" in command else r"other.gguf, context 512 tokens")
+        chat.wait_for("there is no model" if "nothing" in command else r"other.gguf, context 512 tokens")
     chat.ask("two\r")
     assert chat.asked(tmp_path) == ["one", "two"]
     chat.leave()

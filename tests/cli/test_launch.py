@@ -460,7 +460,7 @@ def test_print_shows_the_settings_for_a_server_that_would_be_started(
     created.add("agent", created.Created(base=str(path), load={"n_ctx": 96}))
     shown = launched("opencode", "-m", "agent", "--print")
     assert '"context": 96' in shown
-    assert "There is no model 'nope'" in launched("claude", "-m", "nope", "--print", code=1)
+    assert "there is no model 'nope'" in launched("claude", "-m", "nope", "--print", code=2)
 
 
 @needs_core

@@ -125,5 +125,4 @@ def test_the_models_file_takes_sizes_and_durations(tmp_path: Path) -> None:
 
 def test_a_missing_file_of_an_argument_is_named(tmp_path: Path) -> None:
     done = inside("eval", "model", tmp_path / "none", returns=2)
-    assert done.stderr.startswith("error: FILE: file ")
-    assert "does not exist" in done.stderr
+    assert done.stderr.startswith("error: FILE: there is no file ")

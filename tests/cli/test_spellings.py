@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from cli_runs import answer, command_of, inside, options_of
 
-from hotset.backends.registry import device_words
+from hotset.backends.registry import device_names, device_words
 from hotset.cli.main import SUBCOMMANDS
 from hotset.cli.options import ModelOptions
-from hotset.cli.spellings import FLAGS, MEANT, WITHOUT_EFFECT, device_names
+from hotset.cli.spellings import FLAGS, MEANT, WITHOUT_EFFECT
 
 
 def parsed(subcommand: str, *words: object) -> dict[str, Any]:

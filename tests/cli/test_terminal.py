@@ -462,7 +462,7 @@ def test_messages_that_cannot_be_written_do_not_stop_the_command(model: Path, re
     done = shell(redirection, "run", model, "hi", *ANSWER)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == hotset("run", model, "hi", *ANSWER).stdout
-    assert shell(redirection, "show", "missing.gguf").returncode == 1
+    assert shell(redirection, "show", "missing.gguf").returncode == 2
 
 
 def test_a_closed_input_has_no_prompt(model: Path, home: Path) -> None:
@@ -500,14 +500,14 @@ LONG = "n" * 5000
         (["show", f"/{LONG}/x"], "there is no file"),
         (["run", LONG, "hi"], "there is no model"),
         (["rm", LONG], "no model|too long"),
-        (["show", "~nouser/model.gguf"], "There is no file ~nouser/model.gguf"),
+        (["show", "~nouser/model.gguf"], "there is no file ~nouser/model.gguf"),
         (["quantize", "MODEL", LONG, "--type", "f16"], "File name too long"),
         (["quantize", "MODEL", f"{LONG}/x.gguf", "--type", "f16"], "File name too long"),
         (["profile", "MODEL", "-o", LONG], "too long"),
         (["train-predictor", "MODEL", "-f", "MODEL", "-o", LONG], "not UTF-8|too long"),
         (["convert", LONG, "out.gguf"], "too long|no folder|nnn"),
         (["sparsify", "MODEL", LONG], "text to train on|too long"),
-        (["run", "MODEL", "hi", "--profile", LONG], "no profile|too long|profile serves"),
+        (["run", "MODEL", "hi", "--profile", LONG], "no file|too long"),
         (["report", "MODEL", "-o", f"{LONG}.html"], "too long|activation"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(a[:8] for a in value),

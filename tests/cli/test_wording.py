@@ -118,5 +118,5 @@ def test_values_and_words_become_options() -> None:
     assert in_options("insist with allow_requantize=True") == "insist with --allow-requantize"
     use_options(())
     assert in_options("insist with allow_requantize=True") == "insist with allow_requantize=True"
-    for unchanged in ("the device is lost; leave it out", "a draft model", "There is no file 'device=auto'"):
+    for unchanged in ("the device is lost; leave it out", "a draft model", "there is no file 'device=auto'"):
         assert in_options(unchanged) == unchanged

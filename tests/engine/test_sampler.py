@@ -465,7 +465,7 @@ def test_a_bias_that_forbids_everything_is_an_error():
         ({"top_k": 1.5}, "top_k must be a whole number"),
         ({"top_p": 1.1}, "top_p must be between 0 and 1"),
         ({"min_p": -0.1}, "min_p must be between 0 and 1"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be greater than 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
         ({"frequency_penalty": math.inf}, "frequency_penalty must be a finite number"),
         ({"penalty_last_n": -2}, "penalty_last_n must be at least -1"),
         ({"seed": -2}, "seed must be between 0"),

@@ -7,7 +7,7 @@ processor        its name as the system reports it
 cores            physical cores
 memory           total and available bytes
 program          bytes in memory of this process
-gpu              what placement/detect.py detects without torch; null: nothing
+gpu              what backends/triton/drivers.py detects without torch; null: nothing
 devices          by torch's name: name, compute capability, total and free bytes, and a DeviceRates
                  of placement/table.py
 cpu, disk        the entry without a device in machine.json, and a DiskRates of placement/disk.py
@@ -39,7 +39,7 @@ from hotset import _core
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.thresholds import LayerThresholds
-from hotset.placement import channel_rates, detect
+from hotset.placement import channel_rates
 from hotset.placement.channels import ChannelRates
 from hotset.sparsity.profile import Profile, profile_path
 from hotset.sparsity.sidecar import fingerprint
@@ -138,8 +138,11 @@ def _with_runs(output: Any) -> Any:
 @contextmanager
 def on(facts: dict[str, Any], home: Path) -> Iterator[None]:
     """Let this process run as if on the machine: replace the functions by which hotset queries a system."""
+    from hotset.backends.triton import drivers
+
     devices = facts["devices"]
     kinds = {name.partition(":")[0] for name in devices}
+    gpu = facts["gpu"] and drivers.GPU(**facts["gpu"])
     memory = SimpleNamespace(**facts["memory"])
     environment = {
         "HOTSET_HOME": str(home),
@@ -168,9 +171,8 @@ def on(facts: dict[str, Any], home: Path) -> Iterator[None]:
             "hotset.backends.triton.measuring.processor_name": lambda: facts["processor"],
             "hotset.placement.disk.processor_name": lambda: facts["processor"],
             "hotset.placement.channel_rates.processor_name": lambda: facts["processor"],
-            "hotset.placement.detect.detect_gpu": lambda: facts["gpu"] and detect.GPU(**facts["gpu"]),
-            "hotset.cli.plan.detect_gpu": lambda: facts["gpu"] and detect.GPU(**facts["gpu"]),
-            "hotset.placement.detect.missing_libraries": list,
+            "hotset.backends.triton.drivers.detect_gpu": lambda: gpu,
+            "hotset.backends.triton.drivers.missing_libraries": list,
             "hotset.placement.milp.TIME_LIMIT": 600.0,
             "torch.version.cuda": "12.8" if "cuda" in kinds else None,
             "torch.cuda.is_available": lambda: "cuda" in kinds,

@@ -98,7 +98,7 @@ def test_the_chat_refuses_a_bad_image_at_once(path: Path, tmp_path: Path):
         with pytest.raises(InvalidRequestError, match="no projector"):
             chat.handle(f"/image {path}")
         give_images(model)
-        with pytest.raises(InvalidRequestError, match="does not exist"):
+        with pytest.raises(InvalidRequestError, match="there is no image"):
             chat.handle("/image nowhere.png")
         with pytest.raises(InvalidRequestError, match="no known format"):
             chat.handle(f"/image {path}")

@@ -301,7 +301,7 @@ def test_report_of_a_profile_and_a_text(
     plain: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    done = inside("report", plain, returns=1)
+    done = inside("report", plain, returns=2)
     assert "there is no profile" in done.stderr.lower()
     assert "hotset sparse profile" in done.stderr
     inside("profile", plain, "-f", text, "-n", 400, *REFERENCE)
@@ -311,7 +311,7 @@ def test_report_of_a_profile_and_a_text(
     page = check_self_contained(Path("plain.report.html").read_text("utf-8"))
     assert len(page.of("svg")) == 2
     both = ("report", plain, "-f", text, "-n", 128, *REFERENCE, "--images", "png", "--images", "svg")
-    assert "cannot be written" in inside(*both, "-o", "missing/r.html", returns=1).stderr
+    assert "there is no folder missing" in inside(*both, "-o", "missing/r.html", returns=2).stderr
     inside(*both, "-o", "r.html")
     page = check_self_contained(Path("r.html").read_text("utf-8"))
     assert len(page.of("svg")) == 4

@@ -185,6 +185,39 @@ def test_device_backends_are_plugins() -> None:
     assert not found
 
 
+DEVICE_KINDS = {word.removesuffix("[:N]") for words in DEVICE_BACKENDS.values() for word in words}
+MAKERS = ("nvidia", "amd", "metal")
+DEVICE_NAMES = re.compile(
+    rf"(?<![a-z0-9])({'|'.join({*DEVICE_BACKENDS, *DEVICE_KINDS, *MAKERS})})(?![a-z0-9])", re.IGNORECASE
+)
+
+
+def named_devices(tree: ast.Module) -> list[str]:
+    """Return the texts and names in code, but not in docstrings, that name a device or a device backend."""
+    docstrings = {node.value for node in walk(tree) if isinstance(node, ast.Expr)}
+    found = []
+    for node in walk(tree):
+        match node:
+            case ast.Constant(str(said)) if node not in docstrings:
+                found.append(said)
+            case ast.Name(said) | ast.Attribute(_, said) | ast.FunctionDef(said) | ast.ClassDef(said):
+                found.append(said)
+    return [said for said in found if DEVICE_NAMES.search(said)]
+
+
+def test_only_backends_name_devices() -> None:
+    """Check that other modules ask the registry. The table of cards has the names of cards."""
+    found = {name: named_devices(tree_of(path)) for name, path in modules().items()}
+    assert {name for name, said in found.items() if said} - {"placement.cards"} <= {
+        name for name in found if name.startswith("backends.")
+    }
+
+
+def test_names_of_devices_are_found() -> None:
+    tree = ast.parse('"""For cuda."""\nx = f"no {y} NVIDIA GPU"\ntorch.cuda.f()\nvulkan = "amd64, mpsa"\n')
+    assert sorted(named_devices(tree)) == [" NVIDIA GPU", "cuda", "vulkan"]
+
+
 def test_no_module_imports_itself_by_way_of_others() -> None:
     assert not circles({name: others for name, others in graph().items() if name})
 

@@ -72,8 +72,8 @@ async def test_messages_about_damaged_adapters_and_truncated_models_do_not_name_
     [
         (
             {"type": "literal_error", "loc": ("body", "tool_choice", "NamedTool", "type"),
-             "msg": "Input should be 'function'", "input": "x"},
-            "tool_choice.type must be 'function', not 'x'",
+             "msg": "Input should be 'function'", "input": "x", "ctx": {"expected": "'function'"}},
+            "tool_choice.type must be one of function, not 'x'",
         ),
         (
             {"type": "union_tag_invalid", "loc": ("body", "input", 1),
@@ -81,9 +81,9 @@ async def test_messages_about_damaged_adapters_and_truncated_models_do_not_name_
             "input.1 must have a 'type' that is one of 'message', not {}",
         ),
         (
-            {"type": "float_type", "loc": ("body", "temperature", "function-after[one(), float]"),
-             "msg": "Input should be a valid number", "input": "x"},
-            "temperature must be a valid number, not 'x'",
+            {"type": "string_type", "loc": ("body", "stop", "function-after[one(), str]"),
+             "msg": "Input should be a valid string", "input": 3},
+            "stop must be a text, not 3",
         ),
     ],
 )  # fmt: skip

@@ -227,15 +227,6 @@ async def test_capabilities_of_a_model_follow_from_its_template(tmp_path: Path):
         assert shown["template"] == template
 
 
-async def test_wrong_options_are_refused(client: httpx.AsyncClient):
-    async def refused(message: str, **fields: Any) -> None:
-        reply = await client.post("/api/chat", json=BODY | fields)
-        assert reply.status_code == 400, reply.text
-        assert message in reply.json()["error"]
-
-    await refused("options.mirostat must be less than or equal to 2", options={"mirostat": 3})
-
-
 async def test_texts_become_vectors(model: hotset.Model, client: httpx.AsyncClient):
     texts = ["hello", "ok"]
     expected = model.embed(texts)

@@ -24,6 +24,8 @@ from tool_models import CALL, CLOCK, HERMES, THINKS, WEATHER, written
 from waiting import WATCHDOG, until
 
 import hotset
+from hotset.errors import InvalidRequestError
+from hotset.sampling_parameters import RULES
 from hotset.server.answers import AnswerRequest
 from hotset.server.logs import MOST_NOTICES
 from hotset.server.service import Service
@@ -400,6 +402,28 @@ async def test_names_of_models_in_the_log_are_limited(path: Path, caplog: pytest
 
 
 # ---- refusals ----
+
+
+@each()
+async def test_a_wrong_number_has_the_message_of_the_library(schema: ApiSchema, client: httpx.AsyncClient):
+    for one in RULES:
+        outside = [] if one.low is None else [one.low - 3]
+        outside += [] if one.high is None else [one.high + 1]
+        for value in (*outside, "warm", True, []):
+            with pytest.raises(InvalidRequestError) as raised:
+                hotset.SamplingParams(**{one.name: value})
+            body, message = schema.body(**SHORT), str(raised.value)
+            assert await refused(client, schema, body | {one.name: value}) == message
+            body["options"] = {one.name: value}
+            assert await refused(client, schema, body) == f"options.{message}"
+
+
+@each()
+def test_the_document_has_the_ranges_of_numbers(schema: ApiSchema):
+    fields = schema.body_type.model_json_schema()["properties"]
+    for one in RULES:
+        number = fields[one.name]["anyOf"][0]
+        assert (number.get("minimum"), number.get("maximum")) == (one.least, one.high), one.name
 
 
 @each()

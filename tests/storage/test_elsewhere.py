@@ -212,7 +212,7 @@ def test_ollamas_model_is_listed_shown_run_and_unchanged(home: Path):
     assert "Ollama" in inside("list").stdout
     done = inside("run", "tiny:1b", "hi", "--raw", "-n", "3", "--json", "--temp", "0")
     assert json.loads(done.stdout)["model"] == str(blob)
-    assert "is a model of Ollama: delete it there" in inside("rm", "tiny:1b", returns=1).stderr
+    assert "is a model of Ollama: delete it there" in inside("rm", "tiny:1b", returns=2).stderr
     assert sorted(root.rglob("*")) == before
     with open_gguf(blob) as gguf:  # what hotset builds from it is kept in hotset's own folder
         assert sidecar.places(gguf, "down", "f") == [store.home() / "cache" / "f" / "down.hotset.gguf"]

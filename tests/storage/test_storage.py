@@ -124,7 +124,7 @@ def test_resolve_takes_paths_and_folders_first(
     ("name", "message"),
     [
         ("smolm2-135", "did you mean smollm2-135m"),
-        ("./nothing.gguf", "There is no file ./nothing.gguf"),
+        ("./nothing.gguf", "there is no file ./nothing.gguf"),
         ("owner/repo", "write hf:owner/repo"),
         ("https://huggingface.co/owner/repo/tree/main", "is a URL, .*: write hf:owner/repo."),
         ("https://example.org/model.gguf", "download the file and give its path"),
@@ -216,7 +216,7 @@ def test_only_the_name_of_a_model_deletes_one(home: Path, name: str, several: bo
     put(models / "notes" / "mine.txt")
     put(home / "other.txt")
     before = sorted(home.rglob("*"))
-    with pytest.raises(ModelNotFoundError, match="There is no model"):
+    with pytest.raises(ModelNotFoundError, match="there is no model"):
         store.remove(name)
     assert sorted(home.rglob("*")) == before
     if name not in (".", "..", "/", "./", "./.", "/.", "~", "../models", "../.."):  # these are folders
@@ -286,7 +286,7 @@ def test_numbers_that_count_no_shards_are_part_of_a_name(home: Path, name: str) 
 
 @pytest.mark.parametrize("name", ["~nouser-here", "a\0b", "x" * 5000, ""])
 def test_impossible_path_is_an_unknown_name(home: Path, name: str) -> None:
-    with pytest.raises(ModelNotFoundError, match="There is no"):
+    with pytest.raises(ModelNotFoundError, match="there is no"):
         resolve(name)
 
 

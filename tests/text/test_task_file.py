@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from hotset.cli.evaluate import _with_examples
+from hotset.cli.evaluate import ExampleOptions
 from hotset.errors import HotsetError
 from hotset.text import few_shot, renderer, task_file
 from hotset.text.few_shot import Shots, with_examples
@@ -45,11 +45,9 @@ def prompts(questions: list[Question]) -> list[list[Any]]:
 
 
 def of_a_format(folder: Path, name: str, n: int) -> list[Question]:
-    test, train = (
-        read_questions((folder / f"{name}.{part}.jsonl").read_bytes().split(b"\n"), part)
-        for part in ("test", "train")
-    )
-    return _with_examples(test, train, n, 1234, folder)
+    questions = read_questions((folder / f"{name}.test.jsonl").read_bytes().split(b"\n"), "test")
+    options = ExampleOptions(shots=n, examples=folder / f"{name}.train.jsonl", seed=1234)
+    return options.before(questions).questions
 
 
 @pytest.mark.parametrize("key", STORED["prompts"])
@@ -174,7 +172,7 @@ def test_the_good_task_is_good(tmp_path: Path) -> None:
         (changed("output_type: multiple_choice\n", ""), "has None as output_type"),
         (changed("path: json", "path: allenai/ai2_arc"), "has 'allenai/ai2_arc' as dataset_path; only json"),
         (changed("{test: d.jsonl}", "{test: 'https://x/d.jsonl'}"), "only files on this machine"),
-        (changed("{test: d.jsonl}", "{test: e.jsonl}"), "e.jsonl is not there; paths .* relative to"),
+        (changed("{test: d.jsonl}", "{test: e.jsonl}"), "no file .*e.jsonl; paths .* relative to"),
         (changed("{test: d.jsonl}", "{test: []}"), "a file, or a list of files, for each split"),
         (changed("{test: d.jsonl}", "{test: d.jsonl}, field: x"), "has 'field' in dataset_kwargs"),
         (changed("test_split: test", "test_split: dev"), "names the split 'dev'; data_files has 'test'"),

@@ -601,7 +601,7 @@ class TestMerging:
         assert not (tmp_path / "out.gguf").exists()
 
     def test_other_file_than_an_adapter_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(InvalidRequestError, match="does not exist; train some"):
+        with pytest.raises(InvalidRequestError, match=r"there is no file .*; train some"):
             TrainedAdapters.open(tmp_path / "missing")
         (tmp_path / "bad").write_bytes(b"\xff" * 100)
         with pytest.raises(FormatError, match="safetensors"):
@@ -884,7 +884,7 @@ class TestCommand:
             (("--lora", 0, "--text", "TEXT"), "--lora must be at least 1"),
             (("--on-policy", 100), "--from-adapters"),
             (("--text", "TEXT", "--idle", 2), "--idle"),
-            (("--adapters", "missing.safetensors"), "does not exist; train some"),
+            (("--adapters", "missing.safetensors"), "there is no file missing.safetensors; check the path"),
             (("--text", "TEXT", "-c", 4096), "too short|at least"),
         ],
     )
@@ -914,7 +914,7 @@ class TestCommand:
         monkeypatch.chdir(tmp_path)
         result = CliRunner().invoke(app, ["sparsify", str(converted), "o.gguf", "--text", "missing.txt"])
         assert result.exit_code == 2
-        assert "--text: missing.txt cannot be read" in " ".join(result.output.split())
+        assert "there is no file missing.txt; check the path" in " ".join(result.output.split())
         assert not (tmp_path / "o.gguf").exists()
 
     def test_the_process_computes_afterwards_as_before(

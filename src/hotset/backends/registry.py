@@ -13,6 +13,7 @@ To delete a backend, delete its folder and its line in DEVICE_BACKENDS.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -34,6 +35,8 @@ DEVICE_BACKENDS: Mapping[str, tuple[str, ...]] = {
     "triton": ("cuda[:N]", "rocm[:N]", "mps", "xpu[:N]", "simulated"),
     "vulkan": ("vulkan[:N]",),
 }
+
+_ELSEWHERE = {"none": CPU, "metal": "mps", "mtl": "mps", "sycl": "xpu"}  # llama.cpp's words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +97,25 @@ def device_words() -> tuple[str, ...]:
     return "auto", CPU, *(word for words in DEVICE_BACKENDS.values() for word in words)
 
 
-def check_device(name: str) -> None:
-    """Raise InvalidRequestError, which lists the valid words, if no device can have this name."""
+def check_device(name: str, what: str = "device") -> None:
+    """Raise InvalidRequestError, which lists the valid words, if no device can have this name.
+
+    what: the subject of the message.
+    """
     kind, colon, number = name.partition(":")
     words = device_words()
     is_plain = not colon and kind in (*words, REFERENCE)
     is_numbered = bool(colon) == number.isdecimal() and f"{kind}{_NUMBER}" in words
     if not (is_plain or is_numbered):
-        raise InvalidRequestError(f"device must be one of {', '.join(words)}, not {name!r}")
+        raise InvalidRequestError(f"{what} must be one of {', '.join(words)}, not {name!r}")
+
+
+def device_names(given: str) -> str:
+    """Return device names in hotset's spelling, for llama.cpp's CUDA1, Vulkan0, Metal or none."""
+    names = re.sub(r"\b([A-Za-z]+)(\d+)\b", r"\1:\2", given).lower()
+    return re.sub(r"\b(metal|mtl|sycl|none)\b", lambda found: _ELSEWHERE[found[0]], names).replace(
+        "mps:0", "mps"
+    )
 
 
 def backend_of(device: object) -> str:

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 def batch(
     requests: Annotated[
-        Path, typer.Argument(help="Requests, one per line, in OpenAI's batch format.", show_default=False)
+        Path,
+        typer.Argument(
+            help="Requests, one per line, in OpenAI's batch format.", show_default=False, **options.FILE
+        ),
     ],
     output: Annotated[
         Path, options.option("--output -o", "File to which answers are appended.", dir_okay=False)

@@ -169,7 +169,7 @@ class TestOptions:
 class TestRunOptions:
     """Options for running each test."""
 
-    threads: Annotated[str, options.load_option("n_threads", min=None, metavar="N,...")] = ""
+    threads: Annotated[str, options.load_option("n_threads", kind=None, metavar="N,...")] = ""
     repetitions: Annotated[int, typer.Option("--repetitions", min=1, help="Runs of each test.")] = 5
     batch: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Tokens of a prompt per step.")] = (
         2048

@@ -16,7 +16,7 @@ import typer
 from hotset.cli.terminal import wrapped
 from hotset.cli.wording import in_options
 from hotset.escaping import LONGEST_CELL, escaped, escaped_json
-from hotset.files import read_bounded
+from hotset.files import read_bounded, unreadable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,7 +87,7 @@ def read_text(file: Path, option: str, longest: int | None = None) -> str:
         with file.open("rb") as opened:  # it may be a pipe, as in -f <(...)
             return read_bounded(opened, file, longest or LONGEST_TEXT).decode("utf-8")
     except OSError as error:
-        raise typer.BadParameter(f"{file} cannot be read ({error.strerror}).", param_hint=option) from None
+        raise typer.BadParameter(f"{unreadable(file, error)}.", param_hint=option) from None
     except UnicodeDecodeError as error:
         raise typer.BadParameter(
             f"{file} is not UTF-8 text (byte {error.start}).", param_hint=option

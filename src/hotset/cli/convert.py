@@ -55,7 +55,10 @@ class NeuronOptions:
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC_DIR", help="Folder of the checkpoint.")],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="SRC_DIR", help="Folder of the checkpoint.", exists=True, file_okay=False),
+    ],
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")],
     type: Annotated[
         str,

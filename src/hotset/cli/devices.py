@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hotset.backends.registry import CPU, DEVICE_BACKENDS, capabilities
 from hotset.cli.console import say
 from hotset.errors import HotsetError
-from hotset.placement.detect import Examined, detector_of
+from hotset.placement.detect import Examined, Software, detector_of
 from hotset.placement.machine import processor_name
 from hotset.reporter import Reporter
 
@@ -29,3 +29,9 @@ def examined() -> Iterator[tuple[str, tuple[list[Examined], str]]]:
             yield backend, (detector_of(backend).examine(Reporter()), "")
         except (ImportError, HotsetError) as error:
             yield backend, ([], str(error))
+
+
+def software() -> Iterator[Software | None]:
+    """Yield the software of each backend on this machine; None for a backend that needs no package."""
+    for backend in DEVICE_BACKENDS:
+        yield detector_of(backend).software()

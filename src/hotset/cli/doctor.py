@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hotset.backends.registry import capabilities
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table
-from hotset.cli.devices import examined
-from hotset.placement.detect import INSTALL, Examined, detect_gpu, missing_libraries
+from hotset.cli.devices import examined, software
+from hotset.cli.wording import in_options
+from hotset.placement.detect import Examined
 from hotset.storage import store
 from hotset.units import human_size
 
@@ -36,8 +37,6 @@ PACKAGES = (
     "prompt-toolkit",
     "pyyaml",
 )
-_GPU_DRIVERS = {"NVIDIA driver (libcuda)": ("cuda", "nvcuda"), "AMD runtime (libamdhip64)": ("amdhip64",)}
-_GPU_PACKAGES = ("torch", "triton")
 
 
 def doctor(json: options.Json = False) -> None:
@@ -65,9 +64,7 @@ def doctor(json: options.Json = False) -> None:
             "store",
             f"{place['path']}, {place['models']} models, {human_size(place['free'])} free on that disk",
         ],
-        *[[name, "found" if found else "not found"] for name, found in gpu["drivers"].items()],
-        *[[name, version or "not installed"] for name, version in gpu["packages"].items()],
-        ["GPU", gpu["advice"]],
+        *(_software_rows(gpu) if gpu else ()),
         *[[name, text] for backend in devices for name, text in _device_rows(backend, *devices[backend])],
         [
             "packages",
@@ -141,22 +138,18 @@ def _kernels() -> dict[str, Any]:
     return {"chosen": chosen, "available": available, "why": why}
 
 
-def _gpu() -> dict[str, Any]:
-    """Return the GPUs, the libraries for them, and advice. This does not import torch."""
-    drivers = {
-        name: any(ctypes.util.find_library(library) for library in libraries)
-        for name, libraries in _GPU_DRIVERS.items()
-    }
-    packages = {name: package_version(name) for name in _GPU_PACKAGES}
-    found = detect_gpu()
-    if found is None:
-        advice = "no NVIDIA or AMD GPU was found: the CPU computes alone"
-    elif missing := missing_libraries():
-        advice = f"{found} is there; it is used once {' and '.join(missing)} are installed: {INSTALL}"
-    else:
-        advice = f"{found} is used ('hotset plan MODEL' shows how; --device cpu: without it)"
-    name = None if found is None else str(found)
-    return {"drivers": drivers, "packages": packages, "found": name, "advice": advice}
+def _gpu() -> dict[str, Any] | None:
+    """Return the software of the first backend that needs packages; None if none does."""
+    found = next((one for one in software() if one is not None), None)
+    return None if found is None else asdict(found) | {"advice": in_options(found.advice)}
+
+
+def _software_rows(gpu: Mapping[str, Any]) -> Iterator[list[str]]:
+    for name, found in gpu["drivers"].items():
+        yield [name, "found" if found else "not found"]
+    for name, version in gpu["packages"].items():
+        yield [name, version or "not installed"]
+    yield ["GPU", gpu["advice"]]
 
 
 def _device_rows(backend: str, found: list[Examined], why: str) -> Iterator[tuple[str, str]]:

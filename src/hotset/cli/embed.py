@@ -17,7 +17,7 @@ from hotset.cli.console import print_choice, print_json, print_memory, print_tab
 from hotset.cli.progress import ProgressBar
 from hotset.cli.values import one_of
 from hotset.engine.pooling import Pooling, pooling_of
-from hotset.files import check_target, replacing
+from hotset.files import check_output, replacing
 
 if TYPE_CHECKING:
     from hotset.api import Model
@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 FORMATS = (".npy", ".jsonl")
 _AT_ONCE = 64  # texts between two updates of the progress bar
 
-TextsFile = Annotated[Path | None, options.option("--file -f", "Texts, one per line; -: the standard input.")]
+TextsFile = Annotated[
+    Path | None,
+    options.option(
+        "--file -f", "Texts, one per line; -: the standard input.", allow_dash=True, **options.FILE
+    ),
+]
 
 
 def embed(
@@ -57,7 +62,7 @@ def embed(
 ) -> None:
     """Print the embedding vectors of texts: one per line, normalised to length 1."""
     if output is not None:
-        check_target(output, [] if file is None else [file])
+        check_output(output, [] if file is None else [file])
         if output.suffix not in FORMATS or (output.suffix == ".npy" and pooling == "none"):
             formats = ".jsonl" if pooling == "none" else " or ".join(FORMATS)
             raise typer.BadParameter(f"it must end in {formats}, not {output}.", param_hint="-o")

@@ -16,7 +16,7 @@ from hotset.cli.console import print_choice, print_json, print_memory, print_tab
 from hotset.cli.progress import ProgressBar
 from hotset.errors import InvalidRequestError
 from hotset.evaluation import evaluate as answered
-from hotset.files import check_target, replacing
+from hotset.files import check_output, replacing
 from hotset.storage import resolve
 from hotset.text.few_shot import SEED, Shots, with_examples
 from hotset.text.multiple_choice import Question, read_questions
@@ -105,7 +105,7 @@ def evaluate(
         task = given.before(_questions(file, "FILE", labels, "--labels")[:limit])
     if log_samples is not None:
         read = (path for path in (file, labels, given.examples, given.example_labels) if path)
-        check_target(log_samples, [*read, *task.files])
+        check_output(log_samples, [*read, *task.files])
     settings = loading.settings()
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)

@@ -11,7 +11,7 @@ from hotset.cli.console import print_json, read_text, say
 from hotset.cli.progress import ProgressBar
 from hotset.engine.importance import collect
 from hotset.errors import InvalidRequestError
-from hotset.files import check_target
+from hotset.files import check_output
 from hotset.formats.imatrix import ImportanceMatrix
 from hotset.loader.build import open_model
 from hotset.storage import resolve, store
@@ -41,7 +41,7 @@ def imatrix(
     """Collect an importance matrix over a text, for quantize --imatrix."""
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)
-    check_target(output, store.shards(path))
+    check_output(output, store.shards(path))
     before = [ImportanceMatrix.open(part) for part in merge or []]
     text = read_text(file, "-f")
     with ProgressBar() as bar:

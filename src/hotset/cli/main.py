@@ -1,8 +1,8 @@
 """The `hotset` command: one module per subcommand, and one place where every error becomes a message.
 
-Exit codes: 0 done; 1 a failure; 2 wrong usage; 130 Ctrl-C. Wrong usage is an unknown option, or a value or a
-combination of values that a check of the command line or of the library refuses. Failures and wrong usage
-have one form of message.
+Exit codes: 0 done; 1 a failure; 2 wrong usage; 130 Ctrl-C. Wrong usage is an unknown option, a value or a
+combination of values that a check of the command line or of the library refuses, or the name of a file or a
+model that does not exist. Failures and wrong usage have one form of message.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from hotset.cli.options import spread
 from hotset.cli.spellings import with_spellings
 from hotset.cli.values import take_no_value, take_plain_values
 from hotset.cli.wording import usage_message, use_options
-from hotset.errors import FormatError, HotsetError, InvalidRequestError, did_you_mean
+from hotset.errors import FormatError, HotsetError, InvalidRequestError, ModelNotFoundError, did_you_mean
 from hotset.escaping import escaped
+from hotset.files import missing
 
 # Group of the help → subcommand → module and function. Only the subcommand that is called is imported: the
 # other imports would take a tenth of the time to the first token.
@@ -222,10 +223,13 @@ class _Group(_Subcommands):
             _leave(error)
         except HotsetError as error:
             print_message(str(error))
-            sys.exit(_WRONG_USAGE if isinstance(error, InvalidRequestError) else 1)
+            sys.exit(_WRONG_USAGE if isinstance(error, InvalidRequestError | ModelNotFoundError) else 1)
         except KeyboardInterrupt:
             sys.exit(130)
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and error.filename:
+                print_message(missing(error.filename))
+                sys.exit(_WRONG_USAGE)
             if error.filename is None:
                 print_message(_fault(error))
             else:

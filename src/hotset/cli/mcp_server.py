@@ -25,6 +25,7 @@ from hotset.async_model import AsyncModel
 from hotset.cli import options
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.parameters import shown
+from hotset.sampling_parameters import PARAMETERS
 from hotset.storage import created, find_created, on_this_machine
 
 if TYPE_CHECKING:
@@ -42,6 +43,15 @@ _MODEL = {
     "type": "string",
     "description": "A name that list_models gives; default: the first that was named.",
 }
+
+
+def _number(name: str, description: str) -> dict[str, Any]:
+    """Return the JSON schema of a sampling parameter that is a number."""
+    one = PARAMETERS[name]
+    kind = "integer" if one.kind is int else "number"
+    return {"type": kind, "minimum": one.least, "description": description}
+
+
 TOOLS = [
     types.Tool(
         name="chat",
@@ -52,9 +62,9 @@ TOOLS = [
                 "prompt": {"type": "string", "description": "The message to answer."},
                 "system": {"type": "string", "description": "The system message."},
                 "model": _MODEL,
-                "max_tokens": {"type": "integer", "minimum": 1, "description": "Default: 1024."},
-                "temperature": {"type": "number", "minimum": 0, "description": "0: the likeliest tokens."},
-                "seed": {"type": "integer", "description": "The same seed gives the same answer."},
+                "max_tokens": _number("max_tokens", "Default: 1024."),
+                "temperature": _number("temperature", "0: the likeliest tokens."),
+                "seed": _number("seed", "The same seed gives the same answer."),
                 "json_schema": {"type": "object", "description": "The answer is JSON of this schema."},
             },
             "required": ["prompt"],
@@ -186,7 +196,8 @@ class Tools:
                     pieces.append(last.text)
                     before, n_tokens = n_tokens, n_tokens + len(last.tokens)
                     if n_tokens // _PROGRESS > before // _PROGRESS:
-                        await context.session.report_progress(n_tokens, params["max_tokens"])
+                        most = params["max_tokens"]
+                        await context.session.report_progress(n_tokens, None if most == -1 else most)
         return {
             "text": "".join(pieces),
             "tokens": n_tokens,
@@ -203,7 +214,13 @@ class Tools:
 
 
 def _check_arguments(tool: types.Tool, arguments: dict[str, Any]) -> None:
-    """Raise InvalidRequestError for arguments that the tool's schema does not allow."""
+    """Raise InvalidRequestError for arguments that the tool's schema does not allow.
+
+    Numbers of the table of parameters have their own check, with the same message in all interfaces.
+    """
+    for name in tool.input_schema["properties"].keys() & arguments.keys() & PARAMETERS.keys():
+        if PARAMETERS[name].kind is not None:
+            PARAMETERS[name].checked(arguments[name])
     error = best_match(Draft202012Validator(tool.input_schema).iter_errors(arguments))
     if error is not None:
         where = ".".join(map(str, error.absolute_path)) or tool.name

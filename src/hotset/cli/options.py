@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
 
-from hotset.backends.registry import device_words
-from hotset.cli.spellings import device_names
-from hotset.cli.values import SIZE, OptionType, one_of
+from hotset.backends.registry import check_device, device_names, device_words
+from hotset.cli.values import OptionType, one_of, type_of
 from hotset.load_parameters import LOAD_PARAMETERS
 from hotset.parameters import Parameter, size
 from hotset.sampling_parameters import FORM, OPTIONS, PARAMETERS
@@ -56,14 +55,16 @@ def _usual(parameter: Parameter) -> str:
     return parameter.default if isinstance(parameter.default, str) else f"{parameter.default:g}"
 
 
+FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
+"""Of an option that names a file to read."""
+_MADE_FOLDER: dict[str, Any] = {"exists": False, "dir_okay": True, "file_okay": False}
+
+
 def load_option(name: str, note: str = "", **more: Any) -> typer.models.OptionInfo:
     """Return the option of a load setting. note: more sentences of help."""
     one = LOAD_PARAMETERS[name]
-    kind = SIZE if one.kind is size else one_of(*one.choices, listed=one.listed) if one.choices else None
-    if one.kind is size and one.low == -1:
-        kind = OptionType("SIZE", lambda text: size("it", text, -1))
-    bounds = {"min": one.low, "max": one.high} if one.kind is int else {}
-    own = {"kind": kind, "usual": _usual(one), **bounds} | more
+    paths = FILE if one.kind is Path else {}
+    own = {"kind": type_of(one), "usual": _usual(one), **paths} | more
     return option(one.option, one.summary + note, one.panel, **own)
 
 
@@ -108,35 +109,51 @@ def _layers_or_auto(text: str) -> int | None:
     return int(text)
 
 
+def _activation(text: str) -> str:
+    from hotset.model.activation import parse_activation
+
+    parse_activation(text)
+    return text
+
+
+def _several() -> str:
+    """Return an example of several devices."""
+    numbered = (word.removesuffix("[:N]") for word in device_words() if word.endswith("[:N]"))
+    return ",".join(f"{word}:{i}" for word in [*numbered][:1] for i in range(2))
+
+
+def _device(text: str) -> str:
+    """Return the names of devices in hotset's spelling. Raises InvalidRequestError."""
+    names = device_names(text)
+    for name in names.split(","):
+        check_device(name.strip(), "it")
+    return names
+
+
 Threads = Annotated[int | None, load_option("n_threads")]
 ContextSize = Annotated[int | None, load_option("n_ctx")]
-Activation = Annotated[str | None, load_option("activation")]
+Activation = Annotated[str | None, load_option("activation", kind=OptionType("TEXT", _activation))]
 Sparsity = Annotated[str | None, load_option("sparsity")]
 Predictor = Annotated[str | None, load_option("predictor")]
-_DEVICES = f" One of {', '.join(device_words())}; several: cuda:0,cuda:1; list prints this machine's devices."
-DeviceNames = Annotated[str | None, load_option("device", _DEVICES, metavar="DEVICE")]
+_DEVICES = f" One of {', '.join(device_words())}; several: {_several()}; list prints this machine's devices."
+DeviceNames = Annotated[str | None, load_option("device", _DEVICES, kind=OptionType("DEVICE", _device))]
 _KINDS: dict[Any, Any] = {
     bool: bool, int: int | None, float: float | None, Path: Path | None, size: float | None
 }  # fmt: skip
-_FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
 _LOAD_OPTIONS: dict[str, Any] = {
     one.name: Annotated[_KINDS.get(one.kind, str | None), load_option(one.name)]
     for one in LOAD_PARAMETERS.values()
     if one.option
 } | {
+    "activation": Activation,
     "device": DeviceNames,
     "n_gpu_layers": Annotated[
-        int | None, load_option("n_gpu_layers", kind=OptionType("N|auto", _layers_or_auto))
+        int | None, load_option("n_gpu_layers", kind=OptionType("N|auto", _layers_or_auto, ends=(0, None)))
     ],
-    "gpu_index": Annotated[Path | None, load_option("gpu_index", **_FILE)],
-    "profile": Annotated[Path | None, load_option("profile", dir_okay=False)],
-    "thresholds": Annotated[Path | None, load_option("thresholds", dir_okay=False)],
     "draft": Annotated[str | None, load_option("draft", metavar="MODEL")],
-    "lookup": Annotated[Path | None, load_option("lookup", **_FILE)],
-    "mmproj": Annotated[Path | None, load_option("mmproj", **_FILE)],
     "lora": Annotated[list[str] | None, load_option("lora", metavar="FILE[:SCALE]")],
     "chat_template": Annotated[str | None, load_option("chat_template", metavar="NAME|TEXT")],
-    "cache_dir": Annotated[Path | None, load_option("cache_dir", file_okay=False)],
+    "cache_dir": Annotated[Path | None, load_option("cache_dir", **_MADE_FOLDER)],
 }  # fmt: skip
 """Load setting → annotation of its option."""
 
@@ -162,7 +179,7 @@ OBSERVED = 128  # tokens at a time: the values of their neurons, in all layers, 
 SequenceSize = Annotated[int | None, option("--ctx-size -c", "Tokens of a sequence.", min=2, max=LONGEST)]
 ChatTemplateFile = Annotated[
     Path | None,
-    option("--chat-template-file", "The same, from a file in Jinja.", _TEXT, exists=True, dir_okay=False),
+    option("--chat-template-file", "The same, from a file in Jinja.", _TEXT, **FILE),
 ]
 Session = Annotated[
     Path | None,
@@ -219,7 +236,8 @@ File = Annotated[
         "--file -f",
         "File with the prompt, or with a text that follows it; - is the standard input.",
         _TEXT,
-        dir_okay=False,
+        allow_dash=True,
+        **FILE,
     ),
 ]
 System = Annotated[str | None, option("--system -sys", "System message of the chat template.", _TEXT)]
@@ -240,9 +258,8 @@ Stats = Annotated[bool, option("--stats", "At the end, print what each layer com
 def _sampling(name: str, note: str = "", **more: Any) -> typer.models.OptionInfo:
     """Return the option of a sampling parameter. note: how the option takes a value."""
     parameter = PARAMETERS[name]
-    return option(
-        parameter.option, parameter.summary + note, parameter.panel, usual=_usual(parameter), **more
-    )
+    own = {"kind": type_of(parameter), "usual": _usual(parameter)} | more
+    return option(parameter.option, parameter.summary + note, parameter.panel, **own)
 
 
 ReasoningBudget = Annotated[int | None, _sampling("reasoning_budget", metavar="N")]
@@ -252,7 +269,6 @@ _SAMPLING_OPTIONS: dict[str, Any] = {
     for one in PARAMETERS.values()
     if one.kind is not None and one.option
 } | {
-    "max_tokens": Annotated[int | None, _sampling("max_tokens", min=-1)],
     "dry_sequence_breakers": Annotated[
         list[str] | None, _sampling("dry_sequence_breakers", " Repeatable; none: no defaults.")
     ],
@@ -270,7 +286,7 @@ _SAMPLING_OPTIONS: dict[str, Any] = {
 
 GrammarFile = Annotated[
     Path | None,
-    option("--grammar-file", "The same, from a file.", FORM, exists=True, dir_okay=False),
+    option("--grammar-file", "The same, from a file.", FORM, **FILE),
 ]
 
 
@@ -288,8 +304,16 @@ class LoadOptions:
     def fields(self) -> dict[str, Any]:
         """Return the fields of LoadSettings that these options set."""
         values = {name: getattr(self, name, None) for name in LOAD_PARAMETERS}
-        given = {name: value for name, value in values.items() if value is not None}
-        return given | ({"device": device_names(given["device"])} if given.get("device") else {})
+        return {name: value for name, value in values.items() if value is not None}
+
+    def check(self) -> None:
+        """Raise for wrong values and missing adapters, before a subcommand looks for its model."""
+        settings = self.settings()
+        if settings.lora:
+            from hotset.loader.adapters import check_adapter
+
+            for adapter, _ in settings.loras:
+                check_adapter(adapter)
 
     def settings(self, **more: Any) -> LoadSettings:
         """Return the LoadSettings. more: fields that no option of this group sets."""
@@ -531,9 +555,9 @@ class SamplingOptions(_SamplingFields):  # type: ignore[misc, valid-type]
     grammar_file: GrammarFile = None
 
     def params(self) -> dict[str, Any]:
-        """Return the arguments of Model.generate for the given options."""
-        if self.max_tokens == 0:
-            raise typer.BadParameter("it must be at least 1, or -1 for no limit, not 0.", param_hint="-n")
+        """Return the arguments of Model.generate for the given options. Raises InvalidRequestError."""
+        from hotset.engine.sampler import SamplingParams
+
         given = {name: getattr(self, name) for name in OPTIONS} | {
             "dry_sequence_breakers": _breakers(self.dry_sequence_breakers),
             "logit_bias": _logit_bias(self.logit_bias or []) or None,
@@ -542,7 +566,9 @@ class SamplingOptions(_SamplingFields):  # type: ignore[misc, valid-type]
             "json_schema": _json_schema(self.json_schema),
             "grammar": self._grammar(),
         }
-        return {key: value for key, value in given.items() if value is not None}
+        found = {key: value for key, value in given.items() if value is not None}
+        SamplingParams(**found)  # raises for values that exclude one another
+        return found
 
     def _grammar(self) -> str | None:
         text: str | None = self.grammar
@@ -622,6 +648,9 @@ def spread(subcommand: Callable[..., None]) -> Callable[..., None]:
             name: kind(**{field: given.pop(field) for field in fields})
             for name, (kind, fields) in groups.items()
         }
+        for group in made.values():
+            if isinstance(group, LoadOptions):
+                group.check()
         subcommand(**given, **made)
 
     signature = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters.values()]

@@ -15,7 +15,7 @@ from hotset.cli.console import print_json, print_table, say, say_note
 from hotset.cli.models import describe
 from hotset.cli.progress import ProgressBar
 from hotset.errors import DeviceError
-from hotset.files import check_target
+from hotset.files import check_output
 from hotset.formats.gguf import open_gguf
 from hotset.formats.powerinfer import GPUIndex, write_gpu_index
 from hotset.loader.build import open_model, plan_model
@@ -23,7 +23,7 @@ from hotset.loader.decide import Reserved
 from hotset.loader.images import image_bytes, with_images
 from hotset.memory import free_memory
 from hotset.placement.cards import DEFAULT, DEFAULT_LINK, Card, find_card
-from hotset.placement.detect import detect_gpu
+from hotset.placement.detect import has_default_device
 from hotset.placement.table import CPU
 from hotset.report.disk import ram_lines, ram_table
 from hotset.report.experts import cache_sizes, size_table
@@ -74,7 +74,7 @@ def plan(
         settings = loading.settings(progress=bar)
         path = resolve(model, progress=bar)
         if output is not None:
-            check_target(output, store.shards(path))
+            check_output(output, store.shards(path))
         planned, memory = _decide(path, settings, _card(settings, gpu, gpu_bandwidth, gpu_link))
     if planned is None:
         if output is not None:
@@ -103,7 +103,7 @@ def _card(
     if gpu is None and bandwidth is None:
         if link is not None:
             raise typer.BadParameter("it requires --gpu or --gpu-bandwidth.", param_hint="--gpu-link")
-        if settings.device is not None or not settings.asks_for_a_device or detect_gpu() is not None:
+        if settings.device is not None or not settings.asks_for_a_device or has_default_device():
             return None
         say(f"There is no GPU here: this is a plan for an {DEFAULT}. Name another GPU with --gpu.")
         gpu = DEFAULT

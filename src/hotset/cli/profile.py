@@ -17,7 +17,7 @@ from hotset.cli.console import print_json, print_table, read_text, say, say_note
 from hotset.cli.progress import ProgressBar
 from hotset.convert.reorder import reorder as write_reordered
 from hotset.errors import InvalidRequestError, ModelNotFoundError
-from hotset.files import check_folder, check_target
+from hotset.files import check_folder, check_output, missing
 from hotset.formats.gguf import open_gguf
 from hotset.loader.build import open_model
 from hotset.report.bars import percent
@@ -46,7 +46,8 @@ class CountOptions:
     ] = None
     ray: options.RayAddress = None
     merge: Annotated[
-        list[Path] | None, options.option("--merge", "Add the counts of this profile; repeatable.")
+        list[Path] | None,
+        options.option("--merge", "Add the counts of this profile; repeatable.", **options.FILE),
     ] = None
     import_from: Annotated[
         Path | None,
@@ -92,7 +93,7 @@ def profile(
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)
     target = output or profile_path(path)
-    check_target(target, store.shards(path))
+    check_output(target, store.shards(path))
     if export_to is not None:
         check_folder(export_to)
     if counts.ray is not None and counts.file is None:
@@ -101,9 +102,8 @@ def profile(
     new = counts.file is not None or counts.import_from is not None or bool(merged)
     if not new:
         if not target.exists():
-            raise ModelNotFoundError(
-                f"there is no profile {target} to show: make one with 'hotset sparse profile {model} -f TEXT'"
-            )
+            remedy = f"make one with 'hotset sparse profile {model} -f TEXT'"
+            raise ModelNotFoundError(missing(target, "profile", remedy))
         counted = Profile.open(target)
         _check_model(counted, path)
     else:
@@ -226,7 +226,7 @@ def reorder(
     source: Annotated[str, typer.Argument(metavar="IN", help="The model: a path or a name.")],
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")],
     profile: Annotated[
-        Path | None, options.option("--profile", "Its profile.", usual="next to the model", dir_okay=False)
+        Path | None, options.option("--profile", "Its profile.", usual="next to the model", **options.FILE)
     ] = None,
     bundle: Annotated[
         bool,
@@ -238,13 +238,12 @@ def reorder(
 ) -> None:
     """Write a model with its neurons sorted by how often they fire, for faster sparse decode."""
     path = resolve(source, download=False)
+    check_output(target)
     place = profile or profile_path(path)
     in_order = place.is_file()
-    if not in_order and (not bundle or profile is not None):
-        raise typer.BadParameter(
-            f"there is no profile {place}: make one with 'hotset sparse profile {source} -f TEXT'.",
-            param_hint="--profile",
-        )
+    if not in_order and not bundle:
+        remedy = f"make one with 'hotset sparse profile {source} -f TEXT'"
+        raise ModelNotFoundError(missing(place, "profile", remedy))
     with ProgressBar() as bar:
         hotness = Profile.open(place) if in_order else None
         written = write_reordered(path, target, hotness, bundle=bundle, progress=bar)

@@ -106,13 +106,13 @@ class ProgressBar(Reporter):
 
         bar = self
 
-        class Facts(ProgressColumn):
+        class PhaseColumn(ProgressColumn):
             def render(self, task: Task) -> Text:
                 facts: str = task.fields["phase"].facts(clock())
                 return Text(facts + (bar._detail() if not task.finished else ""))
 
         self._progress = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(), Facts(),
+            TextColumn("{task.description}", markup=False), BarColumn(), PhaseColumn(),
             console=Console(stderr=True), transient=self._transient, auto_refresh=self._auto_refresh,
             refresh_per_second=4, redirect_stdout=False,  # stdout may be a file, and stderr the terminal
         )  # fmt: skip

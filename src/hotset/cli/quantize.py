@@ -13,7 +13,7 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, say
 from hotset.cli.progress import ProgressBar
-from hotset.files import check_target
+from hotset.files import check_output
 from hotset.formats import requantize
 from hotset.formats.gguf import open_gguf
 from hotset.formats.imatrix import ImportanceMatrix
@@ -71,7 +71,7 @@ def quantize(
     importance = None if types.imatrix is None else ImportanceMatrix.open(types.imatrix)
     with open_gguf(path) as gguf:
         if target is not None:
-            check_target(target, gguf.paths)
+            check_output(target, gguf.paths)
         tensors = requantize.types_of(gguf, type, rules, allow_requantize=again, importance=importance)
         before, powerinfer = gguf.nbytes, gguf.dialect == "powerinfer"
     after = before + sum(planned.nbytes - planned.info.nbytes for planned in tensors)

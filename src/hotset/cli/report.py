@@ -13,8 +13,8 @@ from hotset.cli.console import print_json, read_text, say
 from hotset.cli.profile import loaded_exact, mean_share, sequences
 from hotset.cli.progress import ProgressBar
 from hotset.cli.values import one_of
-from hotset.errors import InvalidRequestError
-from hotset.files import check_target, write_whole
+from hotset.errors import InvalidRequestError, ModelNotFoundError
+from hotset.files import check_output, missing, write_whole
 from hotset.loader.build import open_model
 from hotset.report.activity import GRID, PUBLISHED, Observer, curves_of, median
 from hotset.report.bars import percent
@@ -51,7 +51,7 @@ def report(
         options.option("--file -f", "Text for overlap and co-activation.", exists=True, dir_okay=False),
     ] = None,
     profile: Annotated[
-        Path | None, options.option("--profile", "Its profile.", usual="next to the model", dir_okay=False)
+        Path | None, options.option("--profile", "Its profile.", usual="next to the model", **options.FILE)
     ] = None,
     output: Annotated[
         Path | None,
@@ -81,7 +81,7 @@ def report(
         path = resolve(model, progress=bar)
     target = output or Path(f"{stem_of(path)}.report.html")
     if drawn:
-        check_target(target, store.shards(path))
+        check_output(target, store.shards(path))
     config, counted, source = _open(path, profile, watching, needed=text is None)
     run: TextActivity | None = None
     trace: RouteTrace | None = None
@@ -121,10 +121,8 @@ def _open(
         place = profile or profile_path(path)
         if not place.is_file():
             if profile is not None or needed:
-                raise InvalidRequestError(
-                    f"there is no profile {place}; make one with 'hotset sparse profile {path} -f TEXT', or "
-                    "give a text here with -f"
-                )
+                remedy = f"make one with 'hotset sparse profile {path} -f TEXT', or give a text here with -f"
+                raise ModelNotFoundError(missing(place, "profile", remedy))
             return config, None, ""
         counted = Profile.open(place)
         counted.check_model(fingerprint(opened.gguf), config.n_ff)

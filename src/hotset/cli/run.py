@@ -37,7 +37,7 @@ from hotset.cli.default_model import agrees, ask, default_model
 from hotset.cli.progress import ProgressBar
 from hotset.cli.terminal import AnswerWriter
 from hotset.errors import HotsetError, ModelNotFoundError
-from hotset.files import expanded
+from hotset.files import check_output, expanded
 from hotset.storage import catalogue, on_this_machine, resolve, store
 from hotset.units import human_size
 
@@ -135,9 +135,8 @@ def run(
 
 def check_session(path: Path) -> None:
     """Raise BadParameter if a session could not be written at the end."""
+    check_output(expanded(path))
     folder = expanded(path).absolute().parent
-    if not folder.is_dir():
-        raise typer.BadParameter(f"there is no folder {folder} to write it in.", param_hint="--session")
     if not os.access(folder, os.W_OK):
         raise typer.BadParameter(f"nothing may be written in the folder {folder}.", param_hint="--session")
 

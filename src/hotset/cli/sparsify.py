@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,15 +13,15 @@ import typer
 
 import hotset
 from hotset.api import load_opened
+from hotset.backends.torch.devices import is_gpu, own_device, torch_device
 from hotset.cli import options
 from hotset.cli.console import print_json, read_text, say
 from hotset.cli.progress import ProgressBar
-from hotset.cli.spellings import device_names
 from hotset.cli.values import DURATION, one_of
 from hotset.convert.hf import convert_hf
 from hotset.cores import usable_cores
-from hotset.errors import HotsetError, InvalidRequestError, install_command
-from hotset.files import check_folder, check_target
+from hotset.errors import HotsetError, InvalidRequestError, ModelNotFoundError, install_command
+from hotset.files import check_folder, check_output, missing
 from hotset.formats.gguf import open_gguf
 from hotset.formats.imatrix import ImportanceMatrix
 from hotset.formats.recommended import KEYS
@@ -94,7 +93,7 @@ class AdapterOptions:
     seed: Annotated[int, options.option("--seed -s", "Seed of everything random.")] = 0
     start: Annotated[
         Path | None,
-        options.option("--from-adapters", "Start from these adapters.", _TRAINING, dir_okay=False),
+        options.option("--from-adapters", "Start from these adapters.", _TRAINING, **options.FILE),
     ] = None
 
     def settings(self, n_ff: int) -> SparsifySettings:
@@ -135,7 +134,10 @@ class TextOptions:
         float, options.option("--chat", "Share of answers in generated text.", _TEXT, min=0, max=1)
     ] = 0.4
     held_out: Annotated[
-        Path | None, options.option("--held-out", "Text to evaluate on.", _TEXT, usual="the end of a text")
+        Path | None,
+        options.option(
+            "--held-out", "Text to evaluate on.", _TEXT, usual="the end of a text", **options.FILE
+        ),
     ] = None
 
 
@@ -186,7 +188,7 @@ def sparsify(
     model: options.ModelName,
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The ReLU model to write.")],
     adapters: Annotated[
-        Path | None, options.option("--adapters", "Only merge these finished adapters.", dir_okay=False)
+        Path | None, options.option("--adapters", "Only merge these finished adapters.", **options.FILE)
     ] = None,
     *,
     merging: MergeOptions,
@@ -196,16 +198,18 @@ def sparsify(
     json: options.Json = False,
 ) -> None:
     """Turn a SiLU model into a ReLU one by distillation, or merge adapters that did."""
-    check_target(target)
+    check_output(target)
     recommends = _sampling(merging.sampling or ["repetition_penalty=1.1"])
     folder = runs.work or target.with_suffix(".sparsify")
     check_folder(folder)
+    if adapters is None:
+        _check(training, texts)
     last: Evaluation | None = None
     is_first = True
     with contextlib.ExitStack() as stack:
         path = _source(model, folder, stack)
         if adapters is None:
-            device = device_names(runs.device or "auto")
+            device = runs.device or "auto"
             run, is_first = _open(path, folder, stack, training, texts, device, runs.n_threads)
             last = _train(run, runs.eval_every, runs.save_every, show=is_first)
             adapters = folder / "adapters.safetensors"
@@ -222,6 +226,27 @@ def sparsify(
                 )
             else:
                 say(f"Wrote {target} ({human_size(target.stat().st_size)}). Run it with: hotset run {target}")
+
+
+def _check(training: AdapterOptions, texts: TextOptions) -> None:
+    """Raise for wrong options of a training, before the model is looked for."""
+    if training.lora is not None and training.lora < 1:
+        raise InvalidRequestError(f"the rank of --lora must be at least 1, not {training.lora}")
+    if not texts.text and texts.generate is None and texts.on_policy is None:
+        raise InvalidRequestError(
+            "there is no text to train on: name files with --text, or let the teacher write some with "
+            "--generate"
+        )
+    if texts.on_policy is not None and training.start is None:
+        raise InvalidRequestError(
+            "what --on-policy asks for is written by a student that has learnt to write; name its adapters "
+            "with --from-adapters"
+        )
+    for file, _ in map(parse_text, texts.text or []):
+        if not file.exists():
+            raise ModelNotFoundError(missing(file))
+    _torch()
+    training.settings(n_ff=_LINEAR)
 
 
 def _source(model: str, folder: Path, stack: contextlib.ExitStack) -> Path:
@@ -247,35 +272,21 @@ def _open(
     threads: int | None,
 ) -> tuple[Training, bool]:
     """Return a run that is ready to train, and whether this process is the first of its processes."""
-    if training.lora is not None and training.lora < 1:
-        raise InvalidRequestError(f"the rank of --lora must be at least 1, not {training.lora}")
-    if not texts.text and texts.generate is None and texts.on_policy is None:
-        raise InvalidRequestError(
-            "there is no text to train on: name files with --text, or let the teacher write some with "
-            "--generate"
-        )
-    if texts.on_policy is not None and training.start is None:
-        raise InvalidRequestError(
-            "what --on-policy asks for is written by a student that has learnt to write; name its adapters "
-            "with --from-adapters"
-        )
     torch = _torch()
 
-    from hotset.training.predictor import torch_device
     from hotset.training.processes import torchrun_processes
     from hotset.training.sparsify import EngineTeacher, TorchTeacher, Training, TrainingTexts
     from hotset.training.student import load_base
 
-    training.settings(n_ff=_LINEAR)  # raises for invalid settings before the work begins
     n_threads = threads or usable_cores()
     stack.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(n_threads)
     stack.callback(torch.set_flush_denormal, False)  # it is the thread's: later logits would differ
     torch.set_flush_denormal(True)  # small adapters times small gradients give denormals
     where = torch_device(device)
-    on_gpu = where.startswith("cuda")
+    on_gpu = is_gpu(where)
     process, n_processes = stack.enter_context(torchrun_processes(on_gpu=on_gpu))
-    where = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if where == "cuda" else where
+    where = own_device(where)
     folder.mkdir(parents=True, exist_ok=True)
 
     gguf = stack.enter_context(open_gguf(path))

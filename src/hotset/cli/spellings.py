@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +35,6 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
     "--device": {"--no-gpu": "cpu", "--list-devices": "list"},
     "--split": {"--disable-gpu-index": "layers"},
 }
-_DEVICES = {"none": "cpu", "metal": "mps", "mtl": "mps", "sycl": "xpu"}  # llama.cpp's words
 
 
 class WithoutEffect(NamedTuple):
@@ -130,14 +128,6 @@ def _models(given: Mapping[str, Any]) -> list[str]:
         wanted = files[-1] or quant
         found.append(f"hf:{name}:{wanted}" if wanted else f"hf:{name}")
     return found
-
-
-def device_names(given: str) -> str:
-    """Return device names in hotset's spelling, for llama.cpp's CUDA1, Vulkan0, Metal or none."""
-    names = re.sub(r"\b([A-Za-z]+)(\d+)\b", r"\1:\2", given).lower()
-    return re.sub(r"\b(metal|mtl|sycl|none)\b", lambda found: _DEVICES[found[0]], names).replace(
-        "mps:0", "mps"
-    )
 
 
 def _say_unused(option: WithoutEffect, given: Mapping[str, Any]) -> None:

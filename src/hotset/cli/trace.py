@@ -14,7 +14,7 @@ from hotset.cli.profile import sequences
 from hotset.cli.progress import ProgressBar
 from hotset.cli.values import SIZE
 from hotset.errors import InvalidRequestError
-from hotset.files import check_target
+from hotset.files import check_output
 from hotset.loader.build import open_model
 from hotset.report.layers import replay_table
 from hotset.report.replay import SHARES, policies, replay
@@ -41,7 +41,7 @@ def trace(
     replay: Annotated[
         Path | None,
         options.option(
-            "--replay", "Print the hit rates of caches of any size for this trace.", dir_okay=False
+            "--replay", "Print the hit rates of caches of any size for this trace.", **options.FILE
         ),
     ] = None,
     rows: Annotated[
@@ -68,7 +68,7 @@ def trace(
     with ProgressBar() as bar:
         path = resolve(model, progress=bar)
     target = output or trace_path(path)
-    check_target(target, store.shards(path))
+    check_output(target, store.shards(path))
     if output is None and target.exists():
         raise typer.BadParameter(
             f"{target} exists: replay it with --replay {target}, or replace it with -o {target}.",

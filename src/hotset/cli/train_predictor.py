@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, read_text, say, warn
 from hotset.cli.progress import ProgressBar
-from hotset.cli.spellings import device_names
 from hotset.cli.values import SIZE, one_of
 from hotset.errors import HotsetError, install_command
 from hotset.formats.quants import GGMLType
@@ -80,7 +79,7 @@ class TrainOptions:
             n_tokens=self.n_tokens,
             n_ctx=self.n_ctx,
             schedule=Schedule(epochs=self.epochs, learning_rate=self.learning_rate),
-            device=device_names(self.device or "cpu"),
+            device=self.device or "cpu",
             jobs=self.jobs,
             keep=self.keep,
             n_threads=self.n_threads,

@@ -49,7 +49,7 @@ from hotset.convert.mxfp4 import BLOCK_BYTES, Matrix, Packed
 from hotset.convert.reorder import add_order, neuron_orders, neurons_of, order_of_rows
 from hotset.convert.sources import Origin, Source, Stack, Table
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
-from hotset.files import check_target
+from hotset.files import check_output
 from hotset.formats.gguf import Dialect, GGUFWriter, PlannedFile, TensorInfo, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.formats.requantize import PlannedTensor, assign_types, target_of, typed_model
@@ -130,7 +130,7 @@ def convert_hf(
     ModelNotFoundError, FormatError, UnsupportedModelError, TokenizerError or InvalidRequestError, and then
     leaves no file.
     """
-    check_target(out_path)
+    check_output(out_path)
     src = Path(src_dir)
     name = type.name.lower() if isinstance(type, GGMLType) else type.lower()
     target = target_of(name)

@@ -21,7 +21,7 @@ import numpy as np
 from hotset.convert import fp8, mxfp4
 from hotset.convert.hf_config import read_json
 from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
-from hotset.files import SMALL_FILE, open_regular
+from hotset.files import SMALL_FILE, missing, open_regular, unreadable
 from hotset.formats.mapped import MappedFile
 from hotset.formats.torch_file import BFLOAT16, MAX_DIMS, map_torch
 
@@ -160,9 +160,9 @@ def map_safetensors(
             header = json.loads(file.read(length))
             mapped = MappedFile(path, file.fileno())
     except FileNotFoundError:
-        raise ModelNotFoundError(f"{path} does not exist: the checkpoint is not complete") from None
+        raise ModelNotFoundError(missing(path, remedy="the checkpoint is not complete")) from None
     except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise FormatError(unreadable(path, error)) from None
     except (ValueError, RecursionError):
         raise FormatError(f"{path} has a damaged header; download it again") from None
     if not isinstance(header, dict):

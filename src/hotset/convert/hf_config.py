@@ -18,7 +18,7 @@ from hotset.convert.hf_layers import check_unrotated, window_keys
 from hotset.convert.hf_part import Facts
 from hotset.convert.hf_values import flag, integer, number, positive
 from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError, did_you_mean
-from hotset.files import SMALL_FILE, read_small_text
+from hotset.files import SMALL_FILE, missing, read_small_text
 from hotset.model.activation import DRELU, FFNActivation, parse_activation
 from hotset.model.architectures import ARCHITECTURES, REFUSED
 from hotset.model.keys import EPSILON_KEYS, FATRELU_THRESHOLD_KEY, UP_ACTIVATION_KEY
@@ -30,7 +30,7 @@ def read_json(path: Path, limit: int = SMALL_FILE) -> dict[str, Any]:
     try:
         value = json.loads(read_small_text(path, limit))
     except FileNotFoundError:
-        raise ModelNotFoundError(f"{path} does not exist: name the folder of a checkpoint") from None
+        raise ModelNotFoundError(missing(path, remedy="name the folder of a checkpoint")) from None
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not readable JSON: {error}") from None
     if not isinstance(value, dict):

@@ -25,7 +25,7 @@ from hotset.convert.hf_rope import neighbours
 from hotset.convert.hf_values import integer, number
 from hotset.convert.sources import Origin
 from hotset.errors import FormatError, HotsetError, UnsupportedModelError
-from hotset.files import check_target
+from hotset.files import check_output
 from hotset.formats.gguf import GGUFWriter, PlannedFile, TensorInfo
 from hotset.formats.quants import GGMLType
 from hotset.formats.requantize import PlannedTensor, assign_types, target_of, typed_model
@@ -444,7 +444,7 @@ def convert_projector(
     Raises ModelNotFoundError, FormatError, UnsupportedModelError or InvalidRequestError, and then leaves no
     file.
     """
-    check_target(out_path)
+    check_output(out_path)
     src = Path(src_dir)
     name = type.name.lower() if isinstance(type, GGMLType) else type.lower()
     config = read_json(src / "config.json")

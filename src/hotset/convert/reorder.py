@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset.errors import InvalidRequestError, UnsupportedModelError
-from hotset.files import check_target
+from hotset.files import check_output
 from hotset.formats import powerinfer
 from hotset.formats.bundle import KEYS, NAMES_KEY, PAGE, keys_of
 from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, ValueType, copy_metadata, open_gguf
@@ -80,7 +80,7 @@ def reorder(
     """
     out = Path(out_path)
     with open_gguf(in_path) as gguf:
-        check_target(out, gguf.paths)
+        check_output(out, gguf.paths)
         config = config_from_gguf(gguf)
         graph = describe(config, gguf.tensors)  # raises for a file that is not a model
         if profile is not None:

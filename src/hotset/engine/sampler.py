@@ -124,7 +124,7 @@ class SamplingParams(ParameterFields):
             "grammar": None if self.grammar is None else text("grammar", self.grammar),
         }
         if checked["repetition_penalty"] == 0:
-            raise InvalidRequestError("repetition_penalty must be greater than 0 (1 turns it off)")
+            raise InvalidRequestError("repetition_penalty must be above 0, not 0 (1 turns it off)")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         given = [name for name in _FORMS if getattr(self, name) not in (None, False)]

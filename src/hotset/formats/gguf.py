@@ -44,7 +44,7 @@ from hotset.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from hotset.files import check_target, open_regular, replacing
+from hotset.files import check_target, missing, open_regular, replacing
 from hotset.formats import bundle
 from hotset.formats.encode import WRITABLE, encode
 from hotset.formats.mapped import MappedFile, check_unharmed, truncated_error, truncated_files
@@ -243,7 +243,7 @@ def _map_file(path: Path) -> MappedFile:
                 raise FormatError(f"{path} is empty; download or convert it again.")
             return MappedFile(path, file.fileno())
     except FileNotFoundError:
-        raise ModelNotFoundError(f"{path} does not exist; check the path.") from None
+        raise ModelNotFoundError(missing(path)) from None
     except (OSError, ValueError) as error:  # mapping failed, or the file just became empty
         raise FormatError(f"{path} cannot be mapped: {getattr(error, 'strerror', None) or error}.") from None
 
@@ -534,7 +534,7 @@ def _read_siblings(opened: _MappedShard) -> list[_MappedShard]:
         for i in range(n_shards):
             sibling = path.with_name(f"{match['stem']}-{i + 1:05d}-of-{n_shards:05d}.gguf")
             if not sibling.exists():
-                raise ModelNotFoundError(f"{sibling} is missing: put all {n_shards} shards in one folder.")
+                raise ModelNotFoundError(missing(sibling, "shard", f"put all {n_shards} in one folder"))
             shard = _read_shard(sibling, i)
             shards.append(shard)
             found = (_split(shard, "no", i), _split(shard, "count", 1), shard.dialect)

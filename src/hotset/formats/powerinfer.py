@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from hotset.errors import FormatError, HotsetError
+from hotset.files import unreadable
 from hotset.formats.gguf import GGUFWriter, ValueType, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.formats.torch_file import read_torch, write_torch
@@ -155,6 +156,6 @@ def _activation_numbers(folder: Path) -> dict[int, Path]:
     try:
         names = os.listdir(folder)
     except OSError as error:
-        raise FormatError(f"{folder} cannot be read: {error.strerror or error}") from None
+        raise FormatError(unreadable(folder, error)) from None
     matches = (ACTIVATION_FILE.fullmatch(name) for name in names)
     return {int(match[1]): folder / match[0] for match in matches if match}

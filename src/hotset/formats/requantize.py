@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset.errors import InvalidRequestError, UnsupportedModelError
-from hotset.files import check_target
+from hotset.files import check_output
 from hotset.formats.encode import FITTED, WRITABLE, Importance, recode
 from hotset.formats.gguf import (
     DEFAULT_ALIGNMENT,
@@ -157,7 +157,7 @@ def quantize(
     """
     importance = None if imatrix is None else ImportanceMatrix.open(imatrix)
     with open_gguf(in_path) as gguf:
-        check_target(out_path, gguf.paths)
+        check_output(out_path, gguf.paths)
         tensors = types_of(gguf, type, tensor_types, allow_requantize=allow_requantize, importance=importance)
         alignment = gguf.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         assert isinstance(alignment, int)  # open_gguf has checked it

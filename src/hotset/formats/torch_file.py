@@ -30,7 +30,7 @@ from typing import IO, Any, BinaryIO, cast
 import numpy as np
 
 from hotset.errors import FormatError
-from hotset.files import open_regular, replacing
+from hotset.files import open_regular, replacing, unreadable
 from hotset.formats.mapped import MappedFile
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -100,7 +100,7 @@ def read_torch(path: str | os.PathLike[str]) -> np.ndarray | dict[str, np.ndarra
         with open_regular(path) as file:
             data = file.read()
     except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise FormatError(unreadable(path, error)) from None
     value, storages = _read(path, io.BytesIO(data), len(data), None)
 
     def array(tensor: _Tensor) -> np.ndarray:

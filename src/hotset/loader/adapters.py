@@ -10,7 +10,7 @@ from pathlib import Path
 from hotset.engine.adapters import Adapters
 from hotset.engine.driver import EngineThread
 from hotset.errors import FormatError, HotsetError, ModelNotFoundError, UnsupportedModelError
-from hotset.files import expanded
+from hotset.files import expanded, missing
 from hotset.formats.lora import AdapterFile, open_gguf_adapter
 from hotset.loader.decide import Decided
 from hotset.settings import LoadSettings
@@ -47,7 +47,7 @@ def check_adapter(path: str | os.PathLike[str]) -> Path:
                 "saved, or an adapter in GGUF"
             )
     elif not is_there:
-        raise ModelNotFoundError(f"there is no adapter {found}; name a GGUF file, or a folder of PEFT's")
+        raise ModelNotFoundError(missing(found, "adapter", "name a GGUF file, or a folder of PEFT's"))
     elif found.suffix == ".safetensors":
         raise UnsupportedModelError(
             f"{found} is a file of safetensors; name its PEFT folder, or an adapter in GGUF (adapters of "

@@ -16,7 +16,7 @@ from hotset.engine.lookup import LookupDrafter, LookupText
 from hotset.engine.mtp import MtpDrafter
 from hotset.engine.speculation import Drafter, Speculator
 from hotset.errors import InvalidRequestError, UnsupportedModelError
-from hotset.files import read_small_text
+from hotset.files import missing, read_small_text
 from hotset.formats.gguf import GGUFFile
 from hotset.loader.build import build, open_model, plan_model
 from hotset.loader.decide import DEFAULT_N_CTX, Decided, Opened, cache_bytes
@@ -239,6 +239,6 @@ def _lookup_text(settings: LoadSettings, tokenizer: Callable[[], Tokenizer]) -> 
     try:
         text = read_small_text(settings.lookup, _LONGEST_TEXT)
     except FileNotFoundError:
-        raise InvalidRequestError(f"there is no text {settings.lookup} to look n-grams up in") from None
+        raise InvalidRequestError(missing(settings.lookup, "text")) from None
     found = tokenizer()
     return LookupText(found.encode_inside(text), found.n_vocab)

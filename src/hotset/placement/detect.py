@@ -1,32 +1,21 @@
 """The choice of devices for a model, from the settings and the devices of this machine.
 
-A GPU is detected without torch, since every `hotset run` does this.
-
-Only GPUs with compiled kernels are detected (NVIDIA, and AMD with ROCm). Apple's and Intel's GPUs are used if
-they are named (--device mps, xpu).
+A backend detects its devices without large libraries, since every `hotset run` asks it.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hotset.backends.registry import DEVICE_BACKENDS, backend_of, capabilities, part_of
-from hotset.errors import DeviceError, InvalidRequestError, install_command
+from hotset.errors import DeviceError, InvalidRequestError
 
 if TYPE_CHECKING:
     from hotset.reporter import Reporter
     from hotset.settings import LoadSettings
 
-INSTALL = install_command("gpu")
-_CUDA = {"win32": "nvcuda.dll"}
-_HIP = {"win32": "amdhip64.dll"}
 _NO_LAYERS = "no GPU was found: the CPU computes all layers, and n_gpu_layers has no effect"
 
 
@@ -38,6 +27,20 @@ class Examined:
     title: str
     line: str
     facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Software:
+    """The drivers and packages of a backend on this machine, for display.
+
+    drivers: name → whether it was found. packages: name → version, or None if it is missing. found: its
+    devices in words, or None. advice: whether they are used, or what to install.
+    """
+
+    drivers: Mapping[str, bool]
+    packages: Mapping[str, str | None]
+    found: str | None
+    advice: str
 
 
 class Detector(Protocol):
@@ -61,11 +64,33 @@ class Detector(Protocol):
         """
         ...
 
+    def software(self) -> Software | None:
+        """Return the drivers and packages that its devices need; None if no package is missing for any."""
+        ...
+
 
 def detector_of(backend: str) -> Detector:
     """Return the detector of a device backend."""
     detector: Detector = part_of(backend, "detection")
     return detector
+
+
+def has_default_device() -> bool:
+    """Return whether this machine has a device that is used, or could be, if no option names one."""
+    return any(
+        detector_of(backend).found_device(None) != (None, None)
+        for backend in DEVICE_BACKENDS
+        if capabilities(backend).unasked
+    )
+
+
+def _none_found(settings: LoadSettings) -> str:
+    titles = [
+        capabilities(backend).title
+        for backend in DEVICE_BACKENDS
+        if capabilities(backend).unasked or settings.is_auto
+    ]
+    return f"no device was found ({' or '.join(titles) or 'no backend has one'})"
 
 
 def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]:
@@ -92,81 +117,12 @@ def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]
             return (device,), None
         problems += [problem] if problem else []
     if replace(settings, n_gpu_layers=None).asks_for_a_device:  # by other settings
-        none = "no GPU" if settings.is_auto else "no NVIDIA or AMD GPU"
         raise DeviceError(
             "; ".join(problems)
-            or f"{none} was found to place anything on; name a device ('hotset doctor' shows "
+            or f"{_none_found(settings)} to place anything on; name a device ('hotset doctor' shows "
             "them), or leave out the settings of the GPU"
         )
     if problems:
         said = "; ".join(problems)
         return (), f"{said}. The CPU computes alone (device='cpu': without this line)."
     return (), _NO_LAYERS if settings.n_gpu_layers else None
-
-
-@dataclass(frozen=True)
-class GPU:
-    """The GPUs of this machine.
-
-    vendor: NVIDIA or AMD. name: the first device's, if the driver reports it without being started.
-    """
-
-    vendor: str
-    name: str
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.count} x {self.name}" if self.count > 1 else self.name
-
-
-def detect_gpu(
-    root: Path = Path("/"),
-    open_library: Callable[[str], Any] = ctypes.CDLL,
-    environment: Mapping[str, str] = os.environ,
-) -> GPU | None:
-    """Return the GPUs of this machine, or None. The arguments are for tests.
-
-    On Linux it first looks at files, and opens a driver's library only if the files do not decide.
-    """
-    if environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
-        return None
-    found = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-    if found:
-        return GPU("NVIDIA", _model(found[0]), len(found))
-    if sys.platform == "win32" or (root / "dev/dxg").exists() or (root / "dev/nvidia0").exists():
-        count = _count(open_library, _CUDA.get(sys.platform, "libcuda.so.1"), "cuInit", "cuDeviceGetCount")
-        if count:
-            return GPU("NVIDIA", "an NVIDIA GPU", count)
-    if sys.platform == "win32" or (root / "dev/kfd").exists():
-        count = _count(open_library, _HIP.get(sys.platform, "libamdhip64.so"), "hipInit", "hipGetDeviceCount")
-        if count:
-            return GPU("AMD", "an AMD GPU", count)
-    return None
-
-
-def missing_libraries(find: Callable[[str], Any] = importlib.util.find_spec) -> list[str]:
-    """Return the missing ones of torch and triton, without importing them."""
-    wanted = ["torch"] if sys.platform == "win32" else ["torch", "triton"]
-    return [name for name in wanted if find(name) is None]
-
-
-def _model(information: Path) -> str:
-    try:
-        lines = information.read_text().splitlines()
-    except OSError:
-        lines = []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("Model:")), "an NVIDIA GPU"
-    )
-
-
-def _count(open_library: Callable[[str], Any], library: str, init: str, count: str) -> int:
-    """Return the number of devices that a driver's library finds; 0 if it is missing or does not start."""
-    try:
-        driver = open_library(library)
-    except OSError:
-        return 0
-    n = ctypes.c_int(0)
-    if getattr(driver, init)(0) != 0 or getattr(driver, count)(ctypes.byref(n)) != 0:
-        return 0
-    return n.value

@@ -23,7 +23,7 @@ import numpy as np
 import hotset
 from hotset.errors import InvalidRequestError
 from hotset.escaping import clause
-from hotset.files import check_target, open_regular, replacing, write_whole
+from hotset.files import check_output, open_regular, replacing, write_whole
 from hotset.reporter import Reporter
 from hotset.scale.cluster import check_installed, connect, machines
 from hotset.scale.shards import check_mark, on_machines, parts_of
@@ -56,7 +56,7 @@ def batch_on_ray(
     Raises InvalidRequestError as Batch does, and if the answers already exist.
     """
     check_installed("pyarrow", "pandas")
-    check_target(answers, [requests])
+    check_output(answers, [requests])
     if answers.exists():
         raise InvalidRequestError(f"{answers} exists already; write to another file, or remove it")
     with (

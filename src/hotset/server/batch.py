@@ -24,7 +24,7 @@ from starlette.types import Message
 
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.escaping import clause
-from hotset.files import check_target, lock, open_regular
+from hotset.files import check_output, lock, missing, open_regular
 from hotset.parameters import shown
 from hotset.reporter import Reporter
 from hotset.server.app import create_app
@@ -85,7 +85,7 @@ class RequestFile:
         try:
             self._file = open_regular(path)
         except FileNotFoundError:
-            raise InvalidRequestError(f"{path} is not there; name a file of requests") from None
+            raise InvalidRequestError(missing(path, remedy="name a file of requests")) from None
         try:
             self._read()
         except BaseException:
@@ -208,7 +208,7 @@ class BatchRun:
 
     def __init__(self, requests: Path, answers: Path, max_nesting: int) -> None:
         self._path = answers
-        check_target(answers, [requests])
+        check_output(answers, [requests])
         with ExitStack() as undone:
             self.file = undone.enter_context(RequestFile(requests, max_nesting))
             self._target = undone.enter_context(_opened(answers))

@@ -137,9 +137,13 @@ def _too_long(error: ContextLengthError) -> Problem:
 # What hotset says of a field for the kinds of pydantic errors that speak of Python; names in braces are
 # in the error's context.
 _COMPLAINTS = {
+    "bool_type": "must be true or false",
     "dict_type": "must be a JSON object",
+    "list_type": "must be a list",
+    "literal_error": "must be one of {expected}",
     "model_type": "must be a JSON object",
     "model_attributes_type": "must be a JSON object",
+    "string_type": "must be a text",
     "too_short": "must have {min_length} or more entries",
     "too_long": "must have {max_length} entries at most",
     "union_tag_invalid": "must have a {discriminator} that is one of {expected_tags}",
@@ -149,11 +153,11 @@ _COMPLAINTS = {
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> Problem:
     """Return one of pydantic's errors as a message that names the field.
 
-    For a union, it takes the error of the alternative that went deepest.
+    For a union, it takes the error of the alternative that went deepest, and of these our own checks first.
     """
 
-    def weight(one: Mapping[str, Any]) -> tuple[bool, int]:
-        return _is_unreadable(one), len(one.get("loc", ()))
+    def weight(one: Mapping[str, Any]) -> tuple[bool, int, bool]:
+        return _is_unreadable(one), len(one.get("loc", ())), one.get("type") == "value_error"
 
     error = max(errors, key=weight, default={})
     where = ".".join(str(part) for part in error.get("loc", ())[1:] if not _is_alternative(part))
@@ -171,6 +175,8 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> Problem:
         message = message.removeprefix("Value error, ")
     elif kind in _COMPLAINTS:
         message = _COMPLAINTS[kind].format(**error.get("ctx", {})).replace("_kind()", "'type'")
+        if kind == "literal_error":
+            message = message.replace("'", "").replace(" or ", ", ")
     message = message.replace("Input should be", "must be", 1)
     given = f", not {shown(error['input'])}" if "input" in error and kind != "value_error" else ""
     joint = " " if message.startswith("must ") else ": "

@@ -16,12 +16,13 @@ from pydantic import AfterValidator, Field
 
 from hotset.backends.adapters import MOST_ADAPTERS
 from hotset.engine.sampler import SamplingParams
-from hotset.parameters import Parameter, shown
+from hotset.parameters import shown
 from hotset.sampling_parameters import PARAMETERS, RULES
 from hotset.server.answers import Thinking
 from hotset.server.errors import RequestError
 from hotset.server.rows import (
     MANY,
+    Bias,
     Body,
     Flag,
     Integer,
@@ -32,7 +33,7 @@ from hotset.server.rows import (
     at_most,
     having,
     integer,
-    number,
+    number_of,
     settings_of,
 )
 from hotset.text.grammar_child import NAME_KEY
@@ -81,7 +82,7 @@ def _one_of(texts: list[str]) -> str:
 
 
 _Biases = (
-    Annotated[dict[str, Number | Literal[False]], at_most(MAX_BIASES)]
+    Annotated[dict[str, Bias | Literal[False]], at_most(MAX_BIASES)]
     | Annotated[list[Annotated[list[Any], AfterValidator(_pair)]], Field(max_length=MAX_BIASES)]
 )
 _Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
@@ -144,13 +145,8 @@ def _sampling(name: str, kind: Any, first: str = "", **more: Any) -> Row:
     return Row(first, parameter.summary, kind, others, sets=name, **{"read": parameter.meant} | more)
 
 
-def _rule(parameter: Parameter) -> Row:
-    kind = integer if parameter.kind is int else number
-    return _sampling(parameter.name, kind(parameter.least, parameter.high))
-
-
 SAMPLING = (
-    *map(_rule, RULES),
+    *(_sampling(one.name, number_of(one)) for one in RULES),
     _sampling("dry_sequence_breakers", list[str]),
     _sampling("logit_bias", _Biases, read=_biases),
     _sampling("seed", integer(), read=_seed),

@@ -26,7 +26,7 @@ from typing import Any
 
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import HotsetError, InvalidRequestError, did_you_mean
-from hotset.files import read_small_text
+from hotset.files import read_small_text, unreadable
 from hotset.load_parameters import LOAD_PARAMETERS
 from hotset.parameters import flag, seconds, shown, size, text
 from hotset.settings import LoadSettings
@@ -159,7 +159,7 @@ def _template(path: Path) -> str:
     try:
         return read_small_text(path, MAX_SOURCE_CHARS)
     except OSError as error:
-        raise InvalidRequestError(f"{path} cannot be read ({error.strerror})") from None
+        raise InvalidRequestError(unreadable(path, error)) from None
 
 
 def _table(given: Any, where: str) -> dict[str, Any]:

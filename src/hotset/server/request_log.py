@@ -38,7 +38,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotset.errors import InvalidRequestError
 from hotset.escaping import escaped
-from hotset.files import check_target
+from hotset.files import check_output
 from hotset.server.answers import Answer
 from hotset.server.streams import ANSWERS, API_KEY, METHOD, SERVICE
 from hotset.server.vectors import Vectors
@@ -230,7 +230,7 @@ def _cost(answer: Answer | Vectors) -> dict[str, Any]:
 
 
 def _opened(path: Path) -> BinaryIO:
-    check_target(path)
+    check_output(path)
     try:
         path.touch(mode=0o600)  # only this user may read a new file: it has the addresses of clients
         # Without a buffer, close() has nothing left to write and cannot fail.

@@ -18,10 +18,14 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    WithJsonSchema,
     create_model,
     model_validator,
 )
 from pydantic_core import core_schema
+
+from hotset.errors import InvalidRequestError
+from hotset.parameters import Parameter, below_infinity, real_number, whole_number
 
 MAX_IGNORED = 20
 """Ignored fields of a request, or of one object in it, that are reported."""
@@ -61,18 +65,45 @@ def _text(given: Any) -> Any:
     return str(given) if isinstance(given, int | float) and not isinstance(given, bool) else given
 
 
+def _checked(kind: Any, check: Callable[[str, Any], Any], low: float | None, high: float | None) -> Any:
+    """Return a numeric type with a check of parameters.py. low, high: the range in the OpenAPI document.
+
+    The check gets no name: a message about a body begins with the path of the field.
+    """
+    read, word = (_whole, "integer") if kind is int else (_number, "number")
+
+    def validated(given: Any) -> Any:
+        value = read(given)
+        try:
+            check("", value)
+        except InvalidRequestError as error:
+            raise ValueError(str(error).strip()) from None
+        return value
+
+    bounds = {"minimum": low, "maximum": high}
+    schema = {"type": word} | {name: bound for name, bound in bounds.items() if bound is not None}
+    return Annotated[kind, BeforeValidator(validated), WithJsonSchema(schema)]
+
+
+def number_of(parameter: Parameter) -> Any:
+    """Return the type of a numeric parameter, with its own check."""
+    check, low, high = lambda name, value: parameter.checked(value, name), parameter.least, parameter.high
+    return _checked(parameter.kind, check, low, high)
+
+
 def number(low: float | None = None, high: float | None = None) -> Any:
     """Return the type of a number in a range; a text that spells a number is accepted."""
-    return Annotated[float, Field(ge=low, le=high), BeforeValidator(_number)]
+    return _checked(float, lambda name, value: real_number(name, value, low, high), low, high)
 
 
 def integer(low: int | None = None, high: int | None = None) -> Any:
     """Return the type of a whole number in a range; `40.0` and "40" are accepted."""
-    return Annotated[int, Field(ge=low, le=high), BeforeValidator(_whole)]
+    return _checked(int, lambda name, value: whole_number(name, value, low, high), low, high)
 
 
-Integer = Annotated[int, BeforeValidator(_whole)]
-Number = Annotated[float, BeforeValidator(_number)]
+Integer = integer()
+Number = number()
+Bias = _checked(float, below_infinity, None, None)
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Text = Annotated[str, BeforeValidator(_text)]
 

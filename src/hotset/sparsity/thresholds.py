@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from hotset.errors import FormatError, InvalidRequestError, ModelNotFoundError
-from hotset.files import read_small_text, write_whole
+from hotset.files import missing, read_small_text, write_whole
 from hotset.model.thresholds import THRESHOLD_NAMES, LayerThresholds, ThresholdName
 from hotset.parameters import flag, real_number, shown, text, whole_number
 from hotset.sparsity import sidecar
@@ -72,9 +72,8 @@ class Thresholds:
         try:
             content = json.loads(read_small_text(path, _MAX_BYTES), parse_constant=_no_constant)
         except FileNotFoundError:
-            raise ModelNotFoundError(
-                f"the file of thresholds {path} does not exist; make one with 'hotset sparse calibrate'"
-            ) from None
+            remedy = "make one with 'hotset sparse calibrate'"
+            raise ModelNotFoundError(missing(path, "file of thresholds", remedy)) from None
         except (ValueError, RecursionError):  # not JSON, or nested too deeply
             raise FormatError(f"{path} is not a file of thresholds: it is not valid JSON.") from None
         try:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hotset.errors import HotsetError, ModelNotFoundError, did_you_mean
-from hotset.files import expanded
+from hotset.files import expanded, missing
 from hotset.storage import catalogue
 
 SIDECAR_SUFFIX = ".hotset.gguf"
@@ -211,7 +211,7 @@ def remove(name: str) -> tuple[list[Path], int]:
         folder = folder_of(repo)
         doomed = _files_in(folder)
     else:
-        raise ModelNotFoundError(f"There is no model '{name}' in {root}{_suggest(name, local_only=True)}.")
+        raise ModelNotFoundError(f"there is no model '{name}' in {root}{_suggest(name, local_only=True)}")
     for path in doomed:
         if not path.resolve().is_relative_to(root.resolve()):
             raise ModelNotFoundError(f"'{name}' leads outside the store to {path.resolve()}: not deleted.")
@@ -261,15 +261,13 @@ def unknown(name: str, more: Iterable[str] = ()) -> ModelNotFoundError:
     if name.startswith("hf:"):
         return ModelNotFoundError(f"'{name}' is not a repository: write hf:owner/repository.")
     if name.endswith(".gguf") or Path(name).is_absolute() or name.startswith((".", "~")):
-        return ModelNotFoundError(
-            f"There is no file {name}; check the path, or choose a model of 'hotset list'."
-        )
+        return ModelNotFoundError(missing(name, remedy="check the path, or choose a model of 'hotset list'"))
     if is_repository(name):
         return ModelNotFoundError(
-            f"There is no file {name}; for the repository of that name on the hub, write hf:{name}."
+            missing(name, remedy=f"for the repository of that name on the hub, write hf:{name}")
         )
     return ModelNotFoundError(
-        f"There is no model '{name}'{_suggest(name, more)}; give a path, a name from 'hotset list --all', "
+        f"there is no model '{name}'{_suggest(name, more)}; give a path, a name from 'hotset list --all', "
         "or hf:owner/repository."
     )
 

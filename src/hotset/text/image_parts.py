@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from hotset.errors import FormatError, InvalidRequestError
-from hotset.files import expanded, read_small_file
+from hotset.files import expanded, missing, read_small_file
 from hotset.parameters import shown
 from hotset.text.image_text import DETAILS, Detail, GivenImage
 
@@ -128,7 +128,7 @@ def _from_file(path: Path) -> bytes:
     try:
         return read_small_file(path, MOST_BYTES)
     except FileNotFoundError:
-        raise InvalidRequestError(f"the image {path} does not exist") from None
+        raise InvalidRequestError(missing(path, "image")) from None
     except FormatError as error:
         raise InvalidRequestError(str(error).removesuffix(".")) from None
 

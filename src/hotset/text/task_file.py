@@ -36,7 +36,7 @@ import yaml
 
 from hotset.errors import FormatError, TokenizerError
 from hotset.escaping import clause
-from hotset.files import expanded, read_small_file, read_small_text
+from hotset.files import expanded, missing, read_small_file, read_small_text
 from hotset.parameters import shown
 from hotset.text.few_shot import SAMPLERS, SEED, Shots, with_examples
 from hotset.text.multiple_choice import Question, json_object
@@ -346,7 +346,7 @@ def _read_documents(file: Path) -> Iterator[_Document]:
         data = read_small_file(file, _LONGEST_DATA)
     except FileNotFoundError:
         raise FormatError(
-            f"{file} is not there; paths of data_files are relative to the folder of the task file"
+            missing(file, remedy="paths of data_files are relative to the folder of the task file")
         ) from None
     if data[:1024].lstrip()[:1] == b"[":
         try:

@@ -28,7 +28,7 @@ import numpy as np
 
 from hotset.backends.cpu.processor import linear_f32
 from hotset.errors import FormatError, InvalidRequestError
-from hotset.files import check_target, write_whole
+from hotset.files import check_target, missing, write_whole
 from hotset.formats.encode import FITTED, Importance, recode
 from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, copy_metadata
 from hotset.formats.quants import GGMLType, dequantize, fitting
@@ -97,7 +97,7 @@ class TrainedAdapters:
         from safetensors import SafetensorError, safe_open
 
         if not path.is_file():
-            raise InvalidRequestError(f"{path} does not exist; train some with 'hotset sparse make'")
+            raise InvalidRequestError(missing(path, remedy="train some with 'hotset sparse make'"))
         try:
             with safe_open(path, "numpy") as file:
                 metadata = file.metadata() or {}

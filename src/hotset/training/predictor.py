@@ -35,11 +35,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from hotset.api import Model, load_opened
-from hotset.backends.registry import CPU, check_device
+from hotset.backends.torch.devices import torch_device
 from hotset.cores import usable_cores
 from hotset.engine.perplexity import PerplexityResult, compare_chunks
 from hotset.errors import HotsetError, InvalidRequestError
-from hotset.files import check_folder, check_target
+from hotset.files import check_folder, check_output, check_target
 from hotset.formats.gguf import Dialect, open_gguf
 from hotset.formats.overlay import Overlay
 from hotset.formats.quants import TYPES, GGMLType, fitting, quantize, row_bytes
@@ -201,7 +201,7 @@ def train_predictors(
     for layer in ("config.json", "model_0.pt"):
         check_target(folder / layer)
     if out is not None:
-        check_target(out)
+        check_output(out)
     settings = replace(settings, device=torch_device(settings.device))
     loading = LoadSettings(
         n_threads=settings.n_threads, device="cpu", sparsity="exact", activation=activation, max_batch=256,
@@ -246,25 +246,6 @@ def _dialect(model: Model, asked: Dialect | None) -> Dialect:
             raise
         return "gguf"
     return "powerinfer"
-
-
-def torch_device(device: str) -> str:
-    """Return torch's name of a device to train on; auto: a CUDA device if there is one.
-
-    Raises InvalidRequestError if torch cannot use the device.
-    """
-    import torch
-
-    check_device(device)
-    name = device.replace("rocm", "cuda")  # torch's word
-    if device == "auto":
-        name = "cuda" if torch.cuda.is_available() else CPU
-    try:
-        torch.zeros(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InvalidRequestError(f"the device {device!r} cannot train ({reason}); use cpu") from None
-    return name
 
 
 def split_texts(

@@ -40,7 +40,7 @@ from hotset.api import Model, load_opened
 from hotset.backends.torch.graph import TorchGraph
 from hotset.engine.perplexity import PerplexityResult, compare_chunks
 from hotset.errors import HotsetError, InvalidRequestError
-from hotset.files import check_folder, check_target, write_whole
+from hotset.files import check_folder, check_output, write_whole
 from hotset.loader.build import build, open_model
 from hotset.model.decoder import describe
 from hotset.model.thresholds import THRESHOLD_NAMES, LayerThresholds, ThresholdName
@@ -182,7 +182,7 @@ def calibrate_thresholds(
     with open_model(model, loading) as opened:
         target = Path(out) if out is not None else thresholds_path(opened.gguf.path)
         folder = Path(work) if work is not None else target.with_name(f"{target.name}.work")
-        check_target(target, opened.gguf.paths)
+        check_output(target, opened.gguf.paths)
         check_folder(folder)
         n_ctx = min(settings.n_ctx, opened.config.n_ctx_train)
         settings = replace(settings, n_ctx=n_ctx)

@@ -34,7 +34,7 @@ from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.thresholds import LayerThresholds
-from hotset.placement import detect, machine
+from hotset.placement import machine
 from hotset.placement.table import CPU
 from hotset.sparsity.thresholds import Calibrated, Thresholds
 
@@ -67,7 +67,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
         monkeypatch.setenv("HOTSET_AUTOTUNE", "0")
         monkeypatch.setattr(detection, "may_be_there", lambda: True)
         monkeypatch.setattr(planning, "measure_now", measure)
-        monkeypatch.setattr(detect, "detect_gpu", lambda: None)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
         of_cpu = {"read": 20e9, "gather": 12e9, "many": 1e11}
         monkeypatch.setattr(planning, "cpu_rates", lambda n_threads, progress: of_cpu)
         return asked

@@ -55,6 +55,10 @@ def named_devices(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{NAME}:{one.index}" for one in found)
 
 
+def software() -> None:
+    """Return None, as Detector.software does: a Vulkan driver needs no package."""
+
+
 def examine(progress: Reporter | None = None) -> list[Examined]:
     """Measure the devices without stored rates, as Detector.examine."""
     found: list[tuple[VulkanInfo, VulkanRates | None, str]] = []
