@@ -146,7 +146,8 @@ def assert_cheap_submissions_decide(
 ) -> None:
     """Check that the CPU shares work only with a device of its own memory whose submissions cost little.
 
-    pays: plan, and return whether it is shared. dear: seconds of a submission that is too dear.
+    The device also needs timeline semaphores. pays: plan, and return whether it is shared. dear: seconds of a
+    submission that is too dear.
     """
     there = [replace(info, kind=kind) for info in devices.list_devices()]
     monkeypatch.setattr(devices, "list_devices", lambda: there)
@@ -154,6 +155,9 @@ def assert_cheap_submissions_decide(
         rates = replace(machine.STAND_IN, sync=sync)
         monkeypatch.setattr(planning, "rates_beside", lambda *_, rates=rates: rates)
         assert pays() == (kind == "discrete" and is_cheap)
+    monkeypatch.setattr(planning, "rates_beside", lambda *_: replace(machine.STAND_IN, sync=1e-6))
+    monkeypatch.setattr(devices, "list_devices", lambda: [replace(info, features=[]) for info in there])
+    assert not pays()
 
 
 def check_failing_worker(backend: ChainBackend, step: Batch, expected: np.ndarray) -> None:
