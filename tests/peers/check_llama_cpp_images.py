@@ -50,7 +50,8 @@ def encode(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(params=RECIPES)
+# It has the norms of InternVL's large encoder only with the published sizes.
+@pytest.fixture(params=[name for name in RECIPES if name != "internvl-6b"])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -85,7 +86,10 @@ def encoded(path: Path, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, 
     with ImageEncoder.open(path, n_embd=N_EMBD) as encoder:
         config = encoder.config
         [image] = images_of(config, picture.pixels, scaled_sizes(config, *size, "low", None))
-        pixels = (image.astype(np.float32) / 255 - np.float32(config.mean)) / np.float32(config.std)
+        mean, std = np.float32(config.mean), np.float32(config.std)
+        if config.family.by_axis:  # its graph begins with 2 * x - 1
+            mean, std = mean - std, 2 * std
+        pixels = (image.astype(np.float32) / 255 - mean) / std
         found = encoder.encode(picture, "low")
     return (found[:-1] if config.has_newline else found), pixels, image.shape[1] // config.token_side
 

@@ -334,7 +334,7 @@ def gemma4(**vision: Any) -> Any:
         },
         vision_config={
             "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 2,
-            "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 220,
+            "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 850,
             "standardize": True, "use_clipped_linears": True, **vision,
         },
         audio_config=None, image_token_id=IMAGE_TOKEN,
