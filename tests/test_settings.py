@@ -117,7 +117,6 @@ def test_the_options_of_the_command_line_are_load_settings() -> None:
     assert given.settings(n_ctx=8) == LoadSettings(
         n_ctx=8, n_threads=2, kv_type="q8_0", sparsity="exact", device=("cuda:0", "cuda:1")
     )
-    assert options.ModelOptions(device="none").settings().device == ("cpu",)
     assert options.PlanOptions(n_seqs=2).settings() == LoadSettings(n_seqs=2)
     assert options.PlanOptions(split="neurons").settings() == LoadSettings(split="neurons")
     watched = LoadSettings(device="cpu", sparsity="exact", max_batch=options.OBSERVED)

@@ -893,7 +893,10 @@ def test_run_imports_only_needed_modules(model: Path) -> None:
     assert done.stdout.endswith("loaded: []\n"), done.stdout + done.stderr
 
 
-OWN_WORDS = "must be (a (whole|finite) number|at least|at most|between)|there is no |is (not )?a folder"
+OWN_WORDS = (
+    "must be (a (whole|finite) number|at least|at most|between|an iterable)|there is no "
+    "|is (not )?a folder|not a valid path"
+)
 
 
 def test_values_without_typer_equal_typers_values() -> None:

@@ -57,7 +57,7 @@ def is_number(one: Any) -> bool:
 def arguments_of(command: str, folder: Path, values: Mapping[str, str]) -> list[str]:
     """Return a command line with these values and all required arguments."""
     found = command.split()
-    given = {"model": str(folder / "tiny.gguf")} | values
+    given = {"model": str(folder / "tiny.gguf"), **values}
     for one in command_of(command).params:
         default = str(folder / ("new.gguf" if one.name in ("target", "output") else f"{command}.txt"))
         value = given.get(one.name, given["model"] if one.name in MODELS else default)

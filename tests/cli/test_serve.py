@@ -120,7 +120,7 @@ def test_mcp_servers_are_named_by_a_file(
         (("{folder}", "-a", "mine"), "write mine=MODEL"),
         (("{folder}/one.gguf", "{folder}/two.gguf", "--replicas", "2"), "one machine"),
         (("{folder}", "--keep-alive", "soon"), "--keep-alive must be a number of seconds, or a duration"),
-        (("{folder}", "--lora", "style.gguf"), "for one model"),
+        (("{folder}", "--lora", "{folder}/one.gguf"), "for one model"),
         (("{folder}/one.gguf", "{folder}/none.gguf"), "no file"),
         (("{folder}", "--models-file", "{folder}/one.gguf"), "larger|TOML|UTF-8"),
         (("{folder}", "--alias", "x=none"), "no model that is here"),

@@ -315,7 +315,7 @@ def test_a_file_with_other_answers_is_refused_unchanged(tmp_path: Path):
         with pytest.raises(hotset.InvalidRequestError, match="answers no request"):
             BatchRun(requests, out, 64)
         assert out.read_text() == text
-    with pytest.raises(hotset.InvalidRequestError, match="is not there"):
+    with pytest.raises(hotset.InvalidRequestError, match="there is no file"):
         BatchRun(tmp_path / "none.jsonl", out, 64)
     with pytest.raises(hotset.InvalidRequestError):
         BatchRun(requests, requests, 64)  # answers would be appended to the requests

@@ -448,6 +448,16 @@ class ChunkOptions(CacheTypeOptions, SparsityOptions, PlacementOptions):
         return super().fields() | ({"cpu_experts": layers} if layers else {})
 
 
+@dataclass(frozen=True, kw_only=True)
+class ComparedOptions(ChunkOptions):
+    """Options for loading a model, whose thresholds may be for another side of a comparison."""
+
+    def check(self) -> None:
+        """Check the options, as LoadOptions.check; with thresholds, the subcommand does it."""
+        if self.thresholds is None:
+            super().check()
+
+
 @_with("n_ctx")
 class ModelOptions(ChunkOptions):
     """How a model is loaded."""

@@ -39,7 +39,7 @@ def perplexity(
     chunks: Annotated[int | None, options.option("--chunks", "How many chunks.", usual="all", min=1)] = None,
     json: options.Json = False,
     *,
-    loading: options.ChunkOptions,
+    loading: options.ComparedOptions,
 ) -> None:
     """Measure perplexity on a text: chunks of -c tokens, the second half of each scored."""
     text = read_text(file, "-f")

@@ -122,9 +122,12 @@ def _reader(kind: Any, info: Any) -> Callable[[Any], Any] | None:
 
 
 def _as_number(value: Any, kind: Any) -> Any:
-    """Return the number of a text; any other value unchanged."""
+    """Return the number of a text, also 5 for "5.0"; any other value unchanged."""
+    if not isinstance(value, str) or not value.isascii():
+        return value
+    is_whole = kind is int and re.fullmatch(r"[+-]?[0-9]+\.0+", value)
     try:
-        return kind(value) if isinstance(value, str) else value
+        return kind(value.partition(".")[0] if is_whole else value)
     except ValueError:
         return value
 
