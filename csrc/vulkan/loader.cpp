@@ -82,6 +82,7 @@ struct Injected {
     std::mutex mutex;
     std::string name;
     int left = 0;
+    bool lasting = false;
     VkResult result = VK_SUCCESS;
 };
 std::atomic<bool> is_armed{false};
@@ -93,10 +94,11 @@ Injected& injected() {
 
 }  // namespace
 
-void fail_call(const std::string& name, int n, VkResult result) {
+void fail_call(const std::string& name, int n, VkResult result, bool lasting) {
     const std::scoped_lock lock(injected().mutex);
     injected().name = name;
     injected().left = n;
+    injected().lasting = lasting;
     injected().result = result;
     is_armed = n > 0;
 }
@@ -105,9 +107,11 @@ VkResult injected_failure(const char* name) {
     if (!is_armed.load(std::memory_order_relaxed)) return VK_SUCCESS;
     const std::scoped_lock lock(injected().mutex);
     if (injected().left <= 0 || injected().name != name) return VK_SUCCESS;
-    injected().left--;
-    if (injected().left > 0) return VK_SUCCESS;
-    is_armed = false;
+    if (injected().left > 1) {
+        injected().left--;
+        return VK_SUCCESS;
+    }
+    if (!injected().lasting) is_armed = false;
     return injected().result;
 }
 

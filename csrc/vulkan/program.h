@@ -95,7 +95,7 @@ class Program {
 // called now and then; true ends the run after the submissions in flight. on_host: computes the layer of
 // wait_for_host, after hand_over; false ends the run; null: not needed. A run that ends early lets the device
 // compute with undefined results of the host. Returns whether all programs ran. Throws Error if the device
-// fails.
+// fails or was given up. What is_cancelled and on_host throw ends the run in the same way, and is thrown on.
 bool run(const std::vector<Program*>& programs, const std::function<bool()>& is_cancelled,
          const std::function<bool(int)>& on_host);
 
