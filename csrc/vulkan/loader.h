@@ -98,6 +98,7 @@ void check(VkResult result, const std::string& what);
     F(vkCreateSemaphore)                  \
     F(vkDestroySemaphore)                 \
     F(vkGetSemaphoreCounterValueKHR)      \
+    F(vkWaitSemaphoresKHR)                \
     F(vkSignalSemaphoreKHR)               \
     F(vkCreateShaderModule)               \
     F(vkDestroyShaderModule)              \

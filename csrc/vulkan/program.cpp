@@ -1,6 +1,7 @@
 #include "vulkan/program.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <exception>
@@ -12,7 +13,8 @@ namespace {
 constexpr uint32_t kSetsOfPool = 512, kBuffersOfPool = 4096;
 constexpr size_t kInFlight = 2;  // concurrent submissions
 constexpr uint32_t kTimestampsOfPool = 256;
-constexpr uint64_t kTick = 20'000'000;
+constexpr uint64_t kTick = 20'000'000;  // nanoseconds of one wait
+constexpr uint64_t kPoll = 50'000;      // nanoseconds of polling before a wait
 
 void require(bool holds, const char* sentence) {
     if (!holds) throw std::invalid_argument(sentence);
@@ -380,19 +382,28 @@ class Run {
         }
     }
 
-    // Poll until the device has handed over: a sleeping wait would cost more than the host's part of many
-    // layers.
+    // Wait until the device has handed over. The wait polls first, since waking up costs more than the host's
+    // part of many layers. Its ticks let a run be cancelled.
     void await(uint64_t value) {
         using Clock = std::chrono::steady_clock;
-        auto next = Clock::now() + std::chrono::nanoseconds(kTick);
-        for (uint64_t reached = 0; goes_on(); std::this_thread::yield()) {
+        auto info = made<VkSemaphoreWaitInfo>(VK_STRUCTURE_TYPE_SEMAPHORE_WAIT_INFO);
+        info.semaphoreCount = 1;
+        info.pSemaphores = &device_.handed_over.semaphore;
+        info.pValues = &value;
+        const auto until = Clock::now() + std::chrono::nanoseconds(kPoll);
+        for (uint64_t reached = 0; goes_on() && reached < value;) {
             result_ =
                 fn_.vkGetSemaphoreCounterValueKHR(device_.handle(), device_.handed_over.semaphore, &reached);
-            if (reached >= value) return;
-            if (Clock::now() < next) continue;
-            next = Clock::now() + std::chrono::nanoseconds(kTick);
+            if (!goes_on() || reached >= value) break;
+            if (Clock::now() < until) {
+                std::this_thread::yield();
+                continue;
+            }
+            const VkResult waited = fn_.vkWaitSemaphoresKHR(device_.handle(), &info, kTick);
+            if (waited != VK_TIMEOUT) result_ = waited;
             check_cancelled();
         }
+        std::atomic_thread_fence(std::memory_order_acquire);  // the device's writes come before the counter
     }
 
     VkResult signal(uint64_t value) {

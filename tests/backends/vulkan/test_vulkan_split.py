@@ -198,7 +198,7 @@ def test_a_device_that_no_answer_reaches_is_given_up(tmp_path: Path) -> None:
         backend.step(step)
     _core.vulkan_fail("", 0, 0)
     for _ in range(2):
-        with pytest.raises(DeviceError, match="waits forever for a result of the CPU.*load the model again"):
+        with pytest.raises(DeviceError, match=r"waits forever for a result of the CPU.*load the model again"):
             backend.step(step)
     backend.close()
     del backend
