@@ -328,15 +328,6 @@ DeviceInfo Instance::describe(int index, VkPhysicalDevice handle) const {
         largest = std::max(largest, size);
         if (type.propertyFlags & VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT) window = std::max(window, size);
     }
-    const auto feature = [&](bool is_there, const char* what) {
-        if (is_there) info.features.emplace_back(what);
-    };
-    feature(window >= largest, info.kind == "discrete" ? "resizable BAR" : "host-visible memory");
-    feature(has_budget, "memory budget");
-    feature(info.has_integer_dots, "integer dot products");
-    feature(info.has_timelines, "timeline semaphores");
-    feature(has("VK_KHR_shader_float16_int8") || own.apiVersion >= VK_API_VERSION_1_2, "float16 and int8");
-    feature(has("VK_KHR_cooperative_matrix"), "cooperative matrices");
 
     fn_.vkGetPhysicalDeviceQueueFamilyProperties(handle, &n, nullptr);
     std::vector<VkQueueFamilyProperties> families(n);
@@ -344,6 +335,17 @@ DeviceInfo Instance::describe(int index, VkPhysicalDevice handle) const {
     const auto computes = [](const auto& family) { return family.queueFlags & VK_QUEUE_COMPUTE_BIT; };
     info.queue_family = uint32_t(std::find_if(families.begin(), families.end(), computes) - families.begin());
     if (info.queue_family < n) info.timestamp_bits = families[info.queue_family].timestampValidBits;
+    const auto feature = [&](bool is_there, const char* what) {
+        if (is_there) info.features.emplace_back(what);
+    };
+    feature(window >= largest, info.kind == "discrete" ? "resizable BAR" : "host-visible memory");
+    feature(has_budget, "memory budget");
+    feature(info.has_integer_dots, "integer dot products");
+    feature(info.has_timelines, "timeline semaphores");
+    feature(info.timestamp_bits, "timestamps");
+    feature(has("VK_KHR_shader_float16_int8") || own.apiVersion >= VK_API_VERSION_1_2, "float16 and int8");
+    feature(has("VK_KHR_cooperative_matrix"), "cooperative matrices");
+
     if (own.apiVersion < VK_API_VERSION_1_1)
         info.refusal = "its driver supports only Vulkan 1.0, but 1.1 is needed: update the driver";
     else if (info.queue_family == n)
