@@ -294,7 +294,7 @@ class Run {
 
     bool goes_on() const { return !cancelled_ && !raised_ && result_ == VK_SUCCESS; }
 
-    // Call f. What it throws ends the run, and is thrown when no submission is in flight.
+    // Call f. An exception ends the run, and is thrown again when no submission is in flight.
     template <class F>
     void guarded(F f) {
         try {

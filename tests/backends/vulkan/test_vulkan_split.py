@@ -207,13 +207,15 @@ def test_a_device_that_no_answer_reaches_is_given_up(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.step(step).logits, expected)
 
 
-@pytest.mark.parametrize("n_tokens", [1, 20])
-def test_a_step_of_split_layers_is_one_submission(tmp_path: Path, n_tokens: int) -> None:
-    """Let a second submission fail: the step makes only one."""
+@pytest.mark.parametrize("n_tokens", [1, 63, 64])
+def test_submissions_of_a_step_of_split_layers(tmp_path: Path, n_tokens: int) -> None:
+    """Let the submission after the last one fail: one for few tokens, and one per layer for many."""
     backend, _, _ = halved(tmp_path)
     step = batch([(tokens(n_tokens), 0, [0])])
     expected = backend.step(step).logits.copy()
-    _core.vulkan_fail("vkQueueSubmit", 2, -4)
+    n_layers = stage_of(backend).graph.n_layer
+    assert n_layers > 1
+    _core.vulkan_fail("vkQueueSubmit", 1 + (n_layers if n_tokens >= 64 else 1), -4)
     np.testing.assert_array_equal(backend.step(step).logits, expected)
     with pytest.raises(DeviceError, match="lost"):
         backend.step(step)

@@ -46,7 +46,7 @@ class AttentionShape(NamedTuple):
 
 _LANES_OF_HEAD = 64
 _VECTORS = 512
-_MOST_VECTORS = 1024  # those of a KV block's keys with 128 channels in F16; more would stay empty
+_MOST_VECTORS = 1024  # a KV block's keys of 128 channels in F16; more would stay empty
 _SHARED_BYTES = (
     17 * _LANES_OF_HEAD
 )  # of a head: numbers of its lanes, weights, and the rounding of its result
