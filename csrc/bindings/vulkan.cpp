@@ -41,8 +41,8 @@ bool is_cache_of(const Device& device, const nb::bytes& data) {
     return vulkan::is_cache_of(device.info(), {reinterpret_cast<const uint8_t*>(data.c_str()), data.size()});
 }
 
-void fail(const std::string& name, int n, int result) {
-    vulkan::fail_call(name, n, VkResult(result));
+void fail(const std::string& name, int n, int result, bool lasting) {
+    vulkan::fail_call(name, n, VkResult(result), lasting);
 }
 
 // heaps: bytes and flags. types: heap and flags, as in Vulkan.
@@ -383,8 +383,9 @@ void bind_vulkan(nb::module_& m) {
           "kv_blocks"_a, "Write the positions and block tables of a step; return its largest position.");
     m.def("vulkan_candidates", &candidates, "pairs"_a,
           "Return the token ids, ascending in each row, and their logits (backends/vulkan/candidates.py).");
-    m.def("vulkan_fail", &fail, "name"_a, "n"_a, "result"_a,
-          "Make the n-th next call of a Vulkan function return a VkResult; 0: none (for tests).");
+    m.def("vulkan_fail", &fail, "name"_a, "n"_a, "result"_a, "lasting"_a = false,
+          "Make the n-th next call of a Vulkan function, and later ones if lasting, return a VkResult; "
+          "0: none (for tests).");
     m.def("vulkan_memory_type", &memory_type, "heaps"_a, "types"_a, "allowed"_a, "place"_a,
           "Return the memory type for a place on a device (csrc/vulkan/device.h; for tests).");
     m.def(

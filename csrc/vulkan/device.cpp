@@ -63,10 +63,11 @@ VkResult Buffer::allocate(const VkMemoryRequirements& needs, Place place, VkMemo
 }
 
 Buffer::~Buffer() {
+    device_->allocated_ -= reserved_;
+    if (device_->is_given_up()) return;
     const DeviceFunctions& fn = device_->functions();
     fn.vkDestroyBuffer(device_->handle(), buffer_, nullptr);
     fn.vkFreeMemory(device_->handle(), memory_, nullptr);
-    device_->allocated_ -= reserved_;
 }
 
 void Buffer::write(uint64_t offset, std::span<const uint8_t> bytes) {
@@ -162,6 +163,7 @@ void Kernel::make(std::span<const uint32_t> spirv, const Constants& constants) {
 }
 
 void Kernel::free() {
+    if (device_->is_given_up()) return;
     const DeviceFunctions& fn = device_->functions();
     fn.vkDestroyPipeline(device_->handle(), pipeline_, nullptr);
     fn.vkDestroyPipelineLayout(device_->handle(), layout_, nullptr);
@@ -295,8 +297,14 @@ std::vector<uint8_t> Device::compiled() const {
     return data;
 }
 
+void Device::check_usable() const {
+    if (is_given_up())
+        throw Error("the Vulkan device " + info_.name +
+                    " waits forever for a result of the CPU, whose signal failed; load the model again");
+}
+
 Device::~Device() {
-    if (!device_) return;
+    if (!device_ || is_given_up()) return;
     fn_.vkDeviceWaitIdle(device_);
     staging_ = {};
     fn_.vkDestroyPipelineCache(device_, cache_, nullptr);
@@ -315,6 +323,7 @@ uint32_t Device::memory_type(uint32_t allowed, Place place) const {
 
 template <class F>
 void Device::run_once(const std::string& what, F record) {
+    check_usable();
     auto info = made<VkCommandBufferAllocateInfo>(VK_STRUCTURE_TYPE_COMMAND_BUFFER_ALLOCATE_INFO);
     info.commandPool = pool_;
     info.level = VK_COMMAND_BUFFER_LEVEL_PRIMARY;

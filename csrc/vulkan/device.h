@@ -133,6 +133,12 @@ class Device : public std::enable_shared_from_this<Device> {
     // start_timelines.
     Timeline handed_over, answered;
     void start_timelines();
+    // Mark the queue as one that will never end, since no answer can be signalled. Later runs and copies are
+    // refused, and nothing that the queue may use is freed.
+    void give_up() { given_up_ = true; }
+    bool is_given_up() const { return given_up_; }
+    // Throw Error if the device was given up.
+    void check_usable() const;
     Instance& instance() const { return *instance_; }
     // Copy n slices of up to `bytes` bytes to buffers that are not host-visible. The next slice is filled
     // while one is copied.
@@ -156,6 +162,7 @@ class Device : public std::enable_shared_from_this<Device> {
     VkPipelineCache cache_ = VK_NULL_HANDLE;
     DeviceFunctions fn_;
     std::atomic<uint64_t> allocated_{0};
+    std::atomic<bool> given_up_{false};
     uint64_t limit_ = UINT64_MAX;
     std::array<std::unique_ptr<Buffer>, 2> staging_;  // for write_slices; grows as needed
 };

@@ -35,6 +35,7 @@ Exchange::Exchange(CpuWorkerPlan& worker, std::shared_ptr<Buffer> from_device,
 }
 
 bool Exchange::serve(int layer, int n_tokens, const std::function<bool()>& is_cancelled) const {
+    check(injected_failure("Exchange::serve"), "computing a layer on the CPU");
     const size_t n = size_t(n_tokens), requested = size_t(worker_.request_bytes(layer));
     const uint8_t* from = from_device_->mapped();
     uint8_t* memory = worker_.memory();

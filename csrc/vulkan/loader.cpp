@@ -82,6 +82,7 @@ struct Injected {
     std::mutex mutex;
     std::string name;
     int left = 0;
+    bool lasting = false;
     VkResult result = VK_SUCCESS;
 };
 std::atomic<bool> is_armed{false};
@@ -93,10 +94,11 @@ Injected& injected() {
 
 }  // namespace
 
-void fail_call(const std::string& name, int n, VkResult result) {
+void fail_call(const std::string& name, int n, VkResult result, bool lasting) {
     const std::scoped_lock lock(injected().mutex);
     injected().name = name;
     injected().left = n;
+    injected().lasting = lasting;
     injected().result = result;
     is_armed = n > 0;
 }
@@ -105,9 +107,11 @@ VkResult injected_failure(const char* name) {
     if (!is_armed.load(std::memory_order_relaxed)) return VK_SUCCESS;
     const std::scoped_lock lock(injected().mutex);
     if (injected().left <= 0 || injected().name != name) return VK_SUCCESS;
-    injected().left--;
-    if (injected().left > 0) return VK_SUCCESS;
-    is_armed = false;
+    if (injected().left > 1) {
+        injected().left--;
+        return VK_SUCCESS;
+    }
+    if (!injected().lasting) is_armed = false;
     return injected().result;
 }
 
@@ -324,15 +328,6 @@ DeviceInfo Instance::describe(int index, VkPhysicalDevice handle) const {
         largest = std::max(largest, size);
         if (type.propertyFlags & VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT) window = std::max(window, size);
     }
-    const auto feature = [&](bool is_there, const char* what) {
-        if (is_there) info.features.emplace_back(what);
-    };
-    feature(window >= largest, info.kind == "discrete" ? "resizable BAR" : "host-visible memory");
-    feature(has_budget, "memory budget");
-    feature(info.has_integer_dots, "integer dot products");
-    feature(info.has_timelines, "timeline semaphores");
-    feature(has("VK_KHR_shader_float16_int8") || own.apiVersion >= VK_API_VERSION_1_2, "float16 and int8");
-    feature(has("VK_KHR_cooperative_matrix"), "cooperative matrices");
 
     fn_.vkGetPhysicalDeviceQueueFamilyProperties(handle, &n, nullptr);
     std::vector<VkQueueFamilyProperties> families(n);
@@ -340,6 +335,17 @@ DeviceInfo Instance::describe(int index, VkPhysicalDevice handle) const {
     const auto computes = [](const auto& family) { return family.queueFlags & VK_QUEUE_COMPUTE_BIT; };
     info.queue_family = uint32_t(std::find_if(families.begin(), families.end(), computes) - families.begin());
     if (info.queue_family < n) info.timestamp_bits = families[info.queue_family].timestampValidBits;
+    const auto feature = [&](bool is_there, const char* what) {
+        if (is_there) info.features.emplace_back(what);
+    };
+    feature(window >= largest, info.kind == "discrete" ? "resizable BAR" : "host-visible memory");
+    feature(has_budget, "memory budget");
+    feature(info.has_integer_dots, "integer dot products");
+    feature(info.has_timelines, "timeline semaphores");
+    feature(info.timestamp_bits, "timestamps");
+    feature(has("VK_KHR_shader_float16_int8") || own.apiVersion >= VK_API_VERSION_1_2, "float16 and int8");
+    feature(has("VK_KHR_cooperative_matrix"), "cooperative matrices");
+
     if (own.apiVersion < VK_API_VERSION_1_1)
         info.refusal = "its driver supports only Vulkan 1.0, but 1.1 is needed: update the driver";
     else if (info.queue_family == n)

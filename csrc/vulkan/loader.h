@@ -32,8 +32,9 @@ T made(VkStructureType type) {
     return structure;
 }
 
-// For tests: make the n-th next call of a Vulkan function return `result`. n = 0: stop.
-void fail_call(const std::string& name, int n, VkResult result);
+// For tests: make the n-th next call of a Vulkan function return `result`, and the later ones too if
+// `lasting`. n = 0: stop.
+void fail_call(const std::string& name, int n, VkResult result, bool lasting);
 // Count a call and return the result that it must return; VK_SUCCESS: call the function.
 VkResult injected_failure(const char* name);
 
@@ -97,6 +98,7 @@ void check(VkResult result, const std::string& what);
     F(vkCreateSemaphore)                  \
     F(vkDestroySemaphore)                 \
     F(vkGetSemaphoreCounterValueKHR)      \
+    F(vkWaitSemaphoresKHR)                \
     F(vkSignalSemaphoreKHR)               \
     F(vkCreateShaderModule)               \
     F(vkDestroyShaderModule)              \

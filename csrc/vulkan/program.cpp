@@ -1,8 +1,10 @@
 #include "vulkan/program.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <deque>
+#include <exception>
 #include <thread>
 
 namespace hotset::vulkan {
@@ -11,7 +13,8 @@ namespace {
 constexpr uint32_t kSetsOfPool = 512, kBuffersOfPool = 4096;
 constexpr size_t kInFlight = 2;  // concurrent submissions
 constexpr uint32_t kTimestampsOfPool = 256;
-constexpr uint64_t kTick = 20'000'000;
+constexpr uint64_t kTick = 20'000'000;  // nanoseconds of one wait
+constexpr uint64_t kPoll = 50'000;      // nanoseconds of polling before a wait
 
 void require(bool holds, const char* sentence) {
     if (!holds) throw std::invalid_argument(sentence);
@@ -32,6 +35,7 @@ Program::Program(std::shared_ptr<Device> device, bool timed) : device_(std::move
 }
 
 void Program::free() {
+    if (device_->is_given_up()) return;
     const DeviceFunctions& fn = device_->functions();
     for (const Segment& segment : segments_)
         fn.vkFreeCommandBuffers(device_->handle(), device_->pool(), 1, &segment.commands);
@@ -258,6 +262,7 @@ class Run {
           fn_(device_.functions()),
           is_cancelled_(is_cancelled),
           on_host_(on_host) {
+        device_.check_usable();
         for (const Program* program : programs) {
             require(program->finished_ && program->device_.get() == &device_, "a program is not finished");
             segments_.insert(segments_.end(), program->segments_.begin(), program->segments_.end());
@@ -271,10 +276,11 @@ class Run {
             for (end = first + 1; end < segments_.size() && !segments_[end].is_cut;) end++;
             while (in_flight_.size() >= kInFlight) wait_for_first();
             if (!goes_on()) break;
-            submit({&segments_[first], end - first});
+            guarded([&] { submit({&segments_[first], end - first}); });
             serve();
         }
         while (!in_flight_.empty()) wait_for_first();
+        if (raised_) std::rethrow_exception(raised_);
         check(result_, "computing a step");
         device_.instance().check_messages();
         return !cancelled_;
@@ -286,13 +292,29 @@ class Run {
         uint64_t handed_over, answered;  // values of the device's semaphores before and after it
     };
 
-    bool goes_on() const { return !cancelled_ && result_ == VK_SUCCESS; }
+    bool goes_on() const { return !cancelled_ && !raised_ && result_ == VK_SUCCESS; }
+
+    // Call f. An exception ends the run, and is thrown again when no submission is in flight.
+    template <class F>
+    void guarded(F f) {
+        try {
+            f();
+        } catch (...) {
+            raised_ = std::current_exception();
+        }
+    }
+
+    void check_cancelled() {
+        guarded([&] {
+            if (is_cancelled_()) cancelled_ = true;
+        });
+    }
 
     void wait_for_first() {
         VkResult waited;
         do {
             waited = fn_.vkWaitForFences(device_.handle(), 1, &in_flight_.front(), VK_TRUE, kTick);
-            if (is_cancelled_()) cancelled_ = true;
+            check_cancelled();
         } while (waited == VK_TIMEOUT);
         if (result_ == VK_SUCCESS) result_ = waited;
         fn_.vkDestroyFence(device_.handle(), in_flight_.front(), nullptr);
@@ -331,12 +353,14 @@ class Run {
             }
         }
         const auto fresh = made<VkFenceCreateInfo>(VK_STRUCTURE_TYPE_FENCE_CREATE_INFO);
-        VkFence fence = VK_NULL_HANDLE;
+        VkFence& fence =
+            in_flight_.emplace_back(VkFence(VK_NULL_HANDLE));  // nothing may throw once submitted
         result_ = fn_.vkCreateFence(device_.handle(), &fresh, nullptr, &fence);
-        if (result_ != VK_SUCCESS) return;
-        result_ = fn_.vkQueueSubmit(device_.queue(), uint32_t(batches.size()), batches.data(), fence);
-        if (result_ != VK_SUCCESS) return fn_.vkDestroyFence(device_.handle(), fence, nullptr);
-        in_flight_.push_back(fence);
+        if (result_ == VK_SUCCESS)
+            result_ = fn_.vkQueueSubmit(device_.queue(), uint32_t(batches.size()), batches.data(), fence);
+        if (result_ == VK_SUCCESS) return;
+        fn_.vkDestroyFence(device_.handle(), fence, nullptr);
+        in_flight_.pop_back();
     }
 
     // Compute the host's part of each layer of the latest submission. Every answer is signalled, even if the
@@ -345,28 +369,41 @@ class Run {
         if (!goes_on()) return;
         for (const Answer& one : answers_) {
             await(one.handed_over);
-            if (goes_on() && !on_host_(one.layer)) cancelled_ = true;
+            if (goes_on())
+                guarded([&] {
+                    if (!on_host_(one.layer)) cancelled_ = true;
+                });
             const VkResult first = signal(one.answered);
             if (first == VK_SUCCESS) continue;
             if (goes_on()) result_ = first;
-            if (signal(one.answered) != VK_SUCCESS)
-                return in_flight_.clear();  // the submission will never end
+            if (signal(one.answered) == VK_SUCCESS) continue;
+            device_.give_up();
+            return in_flight_.clear();  // the submission will never end
         }
     }
 
-    // Poll until the device has handed over: a sleeping wait would cost more than the host's part of many
-    // layers.
+    // Wait until the device has handed over. The wait polls first, since waking up costs more than the host's
+    // part of many layers. Its ticks let a run be cancelled.
     void await(uint64_t value) {
         using Clock = std::chrono::steady_clock;
-        auto next = Clock::now() + std::chrono::nanoseconds(kTick);
-        for (uint64_t reached = 0; goes_on(); std::this_thread::yield()) {
+        auto info = made<VkSemaphoreWaitInfo>(VK_STRUCTURE_TYPE_SEMAPHORE_WAIT_INFO);
+        info.semaphoreCount = 1;
+        info.pSemaphores = &device_.handed_over.semaphore;
+        info.pValues = &value;
+        const auto until = Clock::now() + std::chrono::nanoseconds(kPoll);
+        for (uint64_t reached = 0; goes_on() && reached < value;) {
             result_ =
                 fn_.vkGetSemaphoreCounterValueKHR(device_.handle(), device_.handed_over.semaphore, &reached);
-            if (reached >= value) return;
-            if (Clock::now() < next) continue;
-            next = Clock::now() + std::chrono::nanoseconds(kTick);
-            if (is_cancelled_()) cancelled_ = true;
+            if (!goes_on() || reached >= value) break;
+            if (Clock::now() < until) {
+                std::this_thread::yield();
+                continue;
+            }
+            const VkResult waited = fn_.vkWaitSemaphoresKHR(device_.handle(), &info, kTick);
+            if (waited != VK_TIMEOUT) result_ = waited;
+            check_cancelled();
         }
+        std::atomic_thread_fence(std::memory_order_acquire);  // the device's writes come before the counter
     }
 
     VkResult signal(uint64_t value) {
@@ -384,6 +421,7 @@ class Run {
     std::vector<Answer> answers_;
     std::deque<VkFence> in_flight_;
     bool cancelled_ = false;
+    std::exception_ptr raised_;
     VkResult result_ = VK_SUCCESS;
 };
 

@@ -91,11 +91,12 @@ class Program {
     std::vector<Timestamps> timestamps_;
 };
 
-// Run programs of one device in order, and wait. They are one submission, except for cuts. is_cancelled:
-// called now and then; true ends the run after the submissions in flight. on_host: computes the layer of
-// wait_for_host, after hand_over; false ends the run; null: not needed. A run that ends early lets the device
-// compute with undefined results of the host. Returns whether all programs ran. Throws Error if the device
-// fails.
+// Run programs of one device in order, and wait. They are one submission, or more with cuts, which a program
+// of many tokens has between its layers. is_cancelled: called now and then; true ends the run after the
+// submissions in flight. on_host: computes the layer of wait_for_host, after hand_over; false ends the run;
+// null: not needed. A run that ends early lets the device compute with undefined results of the host. Returns
+// whether all programs ran. Throws Error if the device fails or was given up. An exception of is_cancelled
+// or on_host ends the run early too, and run throws it again.
 bool run(const std::vector<Program*>& programs, const std::function<bool()>& is_cancelled,
          const std::function<bool(int)>& on_host);
 

@@ -373,7 +373,9 @@ class VulkanExchange:
     ) -> None: ...
 
 def vulkan_devices(validate: bool) -> list[dict[str, Any]]: ...
-def vulkan_fail(name: str, n: int, result: int) -> None: ...  # fails the n-th call of a function, for tests
+def vulkan_fail(
+    name: str, n: int, result: int, lasting: bool = False
+) -> None: ...  # fails the n-th call of a function, and later ones if lasting, for tests
 def vulkan_memory_type(
     heaps: list[tuple[int, int]], types: list[tuple[int, int]], allowed: int, place: str
 ) -> int | None: ...

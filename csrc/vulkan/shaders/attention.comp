@@ -2,13 +2,13 @@
 // Attention of a token's heads over its KV blocks, in the CPU's order (csrc/kernels/float_kernels.h): a running softmax over the
 // KV blocks of a split of 512 positions, then a merge of the splits in order. Splits begin at fixed positions, so that the order
 // of every sum depends only on the token's position. A workgroup has HEADS heads with the same keys and values, which it reads
-// once, into shared memory; a head without others reads them directly. A lane of a head has a position of a KV block, then words of values. With few tokens a workgroup has
-// one split, and stores its parts; the last one to do so for its heads merges them.
+// once, into shared memory; a head without others reads them directly. A lane of a head has a position of a KV block, then words of
+// values. With few tokens a workgroup has one split, and stores its parts; the last one to do so for its heads merges them.
 #include "common.glsl"
 #include "cache.glsl"
 
 layout(constant_id = 8) const uint HEADS = 1;  // a divisor of the heads that share keys and values
-layout(constant_id = 9) const uint TILE = 512;  // vectors of keys or values in shared memory, a multiple of 64
+layout(constant_id = 9) const uint TILE = 512;  // vectors of keys or values in shared memory, a multiple of 512
 layout(local_size_x = 64, local_size_y_id = 8) in;
 layout(constant_id = 1) const uint DIM = 64;  // channels of a key
 layout(constant_id = 2) const uint DIM_V = 64;  // channels of a value
@@ -70,7 +70,7 @@ vec4 channels_of(uint word) {
 }
 
 // Load n adjacent vectors of keys or values into shared memory, together with all lanes. whole: n is TILE; otherwise spare lanes
-// load the last one again, so that no load waits for a condition.
+// load the last one again, so that no load waits for a condition. With few channels or q8_0, a KV block's keys do not fill the tile.
 void bring(bool of_keys, uint from, uint n, bool whole) {
     uvec4 loaded[LOADS];
     [[unroll]] for (uint i = 0; i < LOADS; i++) {

@@ -11,7 +11,7 @@ layout(set = 0, binding = 2) writeonly buffer Outputs { float outputs[]; };
 layout(set = 0, binding = 3) readonly buffer Thirds { float thirds[]; };
 layout(push_constant) uniform Push {
     uint width, first_stride, second_stride, out_stride;  // second_stride 0: the same for all tokens
-    uint second_width, first_neuron;  // SUM: the stride of `thirds` instead
+    uint second_width, of_kind;  // of_kind: MASK: the first neuron; SUM: the stride of `thirds`
     float number, positive, negative, linear;
 };
 const uint ADD = 0, MULTIPLY = 1, SCALE = 2, SOFT_CAP = 3, ACTIVATE = 4, GATED = 5, WEIGHTED = 6, MASK = 7,
@@ -34,12 +34,12 @@ void main() {
     }
     if (KIND == THRESHOLD) y = seconds[token] != 0.0 && abs(a) < number ? 0.0 : a;
     if (KIND == MASK) {
-        if (i >= first_neuron && seconds[token * second_stride + i - first_neuron] < number) y = 0.0;
+        if (i >= of_kind && seconds[token * second_stride + i - of_kind] < number) y = 0.0;
     }
     if (KIND == ADD || KIND == MULTIPLY || KIND == GATED || KIND == WEIGHTED || KIND == ADAPTED || KIND == SUM) {
         const float b = seconds[token * second_stride + (second_width == 1u ? 0u : i)];
         if (KIND == ADD) y = a + b;
-        if (KIND == SUM) y = (a + b) + thirds[token * first_neuron + i];
+        if (KIND == SUM) y = (a + b) + thirds[token * of_kind + i];
         if (KIND == MULTIPLY) y = a * b;
         if (KIND == GATED) y = activated(a, number, vec3(positive, negative, linear)) * b;
         if (KIND == ADAPTED) y = b == 0.0 ? 0.0 : (a * number) * b;  // b is 0: the token has no adapter

@@ -29,9 +29,10 @@ from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.graph import Graph
 from hotset.model.operations import Embed, Linear, SelectOutputs
+from hotset.reporter import Reporter
 
 AMD, INTEL, NVIDIA = 0x1002, 0x8086, 0x10DE
-CARD = VulkanInfo(0, "a card", "discrete", "1.2.3", "1.3", 8 << 30, 8 << 30, "", [], 32, NVIDIA)
+CARD = VulkanInfo(0, "a card", "discrete", "1.2.3", "1.3", 8 << 30, 8 << 30, "", ["timestamps"], 32, NVIDIA)
 Q4, Q6, Q8 = GGMLType.Q4_0, GGMLType.Q6_K, GGMLType.Q8_0
 WISHED = ProductShapes(
     WorkgroupShape(8, 8), WorkgroupShape(4, 16), WorkgroupShape(16, 8), WorkgroupShape(8, 16), 24, 8, 4
@@ -57,11 +58,24 @@ class Made:
 
         yield seconds_of
 
-    def tuned(self, path: Path, *types: GGMLType, info: VulkanInfo = CARD) -> DeviceShapes:
+    def tuned(
+        self, path: Path, *types: GGMLType, info: VulkanInfo = CARD, progress: Any = None
+    ) -> DeviceShapes:
         never: Any = None
         return autotune.tuned(
-            info, never, types or (Q4,), path=path, measuring=self.measuring, clock=self.clock
-        )
+            info, never, types or (Q4,), progress=progress, path=path, measuring=self.measuring,
+            clock=self.clock,
+        )  # fmt: skip
+
+
+class Said(Reporter):
+    """The lines that a load reports."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
 
 
 @pytest.fixture
@@ -150,6 +164,17 @@ def test_software_drivers_are_not_tuned(kept: Path) -> None:
     assert made.tuned(kept, info=replace(CARD, kind="software")).of(Q4) == ProductShapes()
     assert not made.steps
     assert not kept.exists()
+
+
+def test_devices_without_timestamps_are_not_tuned(kept: Path) -> None:
+    """Check that the load neither allocates matrices nor says that it measures."""
+    made, info, said = Made(), replace(CARD, features=[]), Said()
+    assert made.tuned(kept, info=info, progress=said).of(Q4) == ProductShapes()
+    assert autotune.why_untuned(info) == "no timestamps"
+    assert not made.steps
+    assert not said.lines
+    made.tuned(kept, progress=said)
+    assert said.lines == ["Measuring workgroups of a card (Vulkan), once."]
 
 
 def test_no_memory_to_measure_in(kept: Path) -> None:

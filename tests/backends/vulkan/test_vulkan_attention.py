@@ -82,7 +82,11 @@ def test_workgroups_that_read_keys_and_values(tmp_path: Path, monkeypatch: pytes
         ((64, 8), (128, 128), 1024, 32768, (8, 1024)),
         ((64, 8), (128, 128), 1024, 16384, (4, 512)),
         ((64, 8), (128, 128), 256, 65536, (4, 512)),
-        ((28, 4), (128, 128), 1024, 32768, (7, 512)),
+        ((28, 4), (128, 128), 1024, 32768, (1, 512)),
+        ((28, 4), (128, 128), 1024, 49152, (7, 1024)),
+        ((16, 1), (128, 128), 1024, 65536, (8, 1024)),
+        ((128, 8), (128, 128), 1024, 65536, (8, 1024)),
+        ((12, 1), (128, 128), 1024, 65536, (6, 1024)),
         ((32, 32), (128, 128), 1024, 65536, (1, 512)),
         ((71, 1), (64, 64), 1024, 65536, (1, 512)),
         ((128, 1), (576, 512), 1024, 32768, (4, 512)),
@@ -97,4 +101,6 @@ def test_the_shape_keeps_within_the_limits_of_a_device(
 ) -> None:
     values = [Value(i, 1, "") for i in range(4)]
     op = Attention(*values, *heads, *dims, 1.0)
-    assert attention_shape(op, max_lanes, shared_bytes) == expected
+    shape = attention_shape(op, max_lanes, shared_bytes)
+    assert shape == expected
+    assert shape.vectors >= 2 * 64 * shape.heads

@@ -16,7 +16,7 @@ from hotset import _core
 from hotset.backends.vulkan.devices import find_device
 from hotset.backends.vulkan.kernels import Recorder, VulkanKernels
 from hotset.backends.vulkan.shapes import TOKENS_OF_FEW
-from hotset.backends.vulkan.steps import TILE, n_groups
+from hotset.backends.vulkan.steps import TILE, n_tiles
 
 __all__ = ["validated"]  # the fixture
 NONE = 0xFFFFFFFF
@@ -29,16 +29,16 @@ def grouped(experts: np.ndarray, n_experts: int, most: int) -> np.ndarray:
     recorder, (n, n_used) = Recorder(VulkanKernels(device)), experts.shape
     route = np.zeros((n, 2 * n_used + 3), np.float32)
     route[:, :n_used] = experts
-    n_tiles = n_groups(experts.size, n_experts, most)
+    tiles = n_tiles(experts.size, n_experts, most)
     given = device.allocate(route.nbytes, "to_device")
-    out = device.allocate(4 * (n_tiles * (most + 1) + n_experts), "from_device")
+    out = device.allocate(4 * (tiles * (most + 1) + n_experts), "from_device")
     given.write(0, route.reshape(-1).view(np.uint8))
     bindings = [(given, 0, given.size, False), (out, 0, out.size, True)]
-    recorder.add("group", [most], bindings, (n, n_used, route.shape[1], n_experts, n_tiles), (1, 1, 1))
+    recorder.add("group", [most], bindings, (n, n_used, route.shape[1], n_experts, tiles), (1, 1, 1))
     recorder.program.finish()
     _core.vulkan_run([recorder.program], _core.VulkanCancel())
     found = out.read(0, out.size).view(np.uint32)
-    return found[: n_tiles * (most + 1)].reshape(n_tiles, most + 1)
+    return found[: tiles * (most + 1)].reshape(tiles, most + 1)
 
 
 @pytest.mark.parametrize("most", [TOKENS_OF_FEW, TILE])

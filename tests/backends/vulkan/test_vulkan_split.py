@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ import hotset
 from hotset import _core
 from hotset.backends.base import Batch
 from hotset.backends.pipeline import ChainBackend
-from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
+from hotset.errors import DeviceError, InvalidRequestError, OutOfMemoryError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.powerinfer import GPUIndex, write_gpu_index
 from hotset.formats.quants import GGMLType as T
@@ -180,13 +181,41 @@ def test_a_call_that_fails_between_the_two_sides(tmp_path: Path, name: str, call
     np.testing.assert_array_equal(backend.step(step).logits, expected)
 
 
-@pytest.mark.parametrize("n_tokens", [1, 20])
-def test_a_step_of_split_layers_is_one_submission(tmp_path: Path, n_tokens: int) -> None:
-    """Let a second submission fail: the step makes only one."""
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_host_side_that_raises_ends_the_step_and_not_the_next(tmp_path: Path, call: int) -> None:
+    backend, step, expected = halved(tmp_path)
+    _core.vulkan_fail("Exchange::serve", call, -1)
+    with pytest.raises(OutOfMemoryError, match="the machine ran out of memory while computing a layer"):
+        backend.step(step)
+    np.testing.assert_array_equal(backend.step(step).logits, expected)
+
+
+def test_a_device_that_no_answer_reaches_is_given_up(tmp_path: Path) -> None:
+    """Check that later steps are refused, and that closing does not wait for a queue that never ends."""
+    backend, step, expected = halved(tmp_path)
+    _core.vulkan_fail("vkSignalSemaphoreKHR", 1, -4, lasting=True)
+    with pytest.raises(DeviceError, match="lost"):
+        backend.step(step)
+    _core.vulkan_fail("", 0, 0)
+    for _ in range(2):
+        with pytest.raises(DeviceError, match=r"waits forever for a result of the CPU.*load the model again"):
+            backend.step(step)
+    backend.close()
+    del backend
+    gc.collect()
+    again, _, _ = halved(tmp_path, step=False)
+    np.testing.assert_array_equal(again.step(step).logits, expected)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 63, 64])
+def test_submissions_of_a_step_of_split_layers(tmp_path: Path, n_tokens: int) -> None:
+    """Let the submission after the last one fail: one for few tokens, and one per layer for many."""
     backend, _, _ = halved(tmp_path)
     step = batch([(tokens(n_tokens), 0, [0])])
     expected = backend.step(step).logits.copy()
-    _core.vulkan_fail("vkQueueSubmit", 2, -4)
+    n_layers = stage_of(backend).graph.n_layer
+    assert n_layers > 1
+    _core.vulkan_fail("vkQueueSubmit", 1 + (n_layers if n_tokens >= 64 else 1), -4)
     np.testing.assert_array_equal(backend.step(step).logits, expected)
     with pytest.raises(DeviceError, match="lost"):
         backend.step(step)

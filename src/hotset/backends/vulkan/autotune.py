@@ -3,13 +3,14 @@
     shapes = tuned(info, device, product_types(graph, tensors))
 
 The first load of a weight type on a device measures the candidates (shapes.py) with the real kernels and the
-device's own timestamps. A step reads at least three times the bytes of a last-level cache, so that weights
-come from memory. A file per device keeps the fastest shapes, by driver and version. All types of a
-load share two seconds; unmeasured types keep their defaults. HOTSET_AUTOTUNE=0 disables tuning. Software
-drivers, which compute on the CPU, are never tuned.
+device's own timestamps. A step reads at least 384 MiB of different weights, so that they come from memory:
+three times a last-level cache of 128 MiB. A cache of 256 MiB may still serve part of them. A file per device
+keeps the fastest shapes, by driver and version. All types of a load share two seconds; unmeasured types keep
+their defaults. HOTSET_AUTOTUNE=0 disables tuning. Software drivers, which compute on the CPU, and devices
+without timestamps are never tuned.
 
-Copied to the folder `tuned` of this package, such a file is a device's table. It is used with every driver
-instead of measuring.
+Copied to the folder `tuned` of this package, such a file is a device's table for every driver. Its types are
+not measured. Own measurements win over it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ TABLES = Path(__file__).parent / "tuned"  # files of devices, which the package 
 WIDTH = 4096  # inputs of the measured matrices
 SECONDS = 2.0  # for all types of a load
 _RUNS = 5  # of a step, whose median counts
-CACHE_BYTES = 128 << 20  # of the largest last-level cache of a desktop GPU
+CACHE_BYTES = 128 << 20  # of a last-level cache; some GPUs have 256 MiB
 CACHES = 3
 _FASTER = 0.97  # a candidate must take less than this share of the default's seconds; the rest is noise
 # For each field: whether its matrices are large, and the token counts whose step times are added up.
@@ -118,11 +119,13 @@ def why_untuned(info: VulkanInfo) -> str:
     """Return why a device keeps the defaults; empty if it can be tuned."""
     if os.environ.get("HOTSET_AUTOTUNE") == "0":
         return "HOTSET_AUTOTUNE=0"
-    return "a software driver" if info.is_software else ""
+    if info.is_software:
+        return "a software driver"
+    return "" if info.has_timestamps else "no timestamps"
 
 
 def known_shapes(info: VulkanInfo, path: Path | None = None) -> DeviceShapes:
-    """Return the shapes that earlier loads measured on a device, or else its table, without measuring."""
+    """Return the shapes of earlier loads and of the device's table, without measuring."""
     kept, found = known(path or file_of(info)), dict[GGMLType, ProductShapes]()
     table = {key.rpartition(" | ")[2]: one for key, one in known(file_of(info, TABLES)).items()}
     for type_ in () if why_untuned(info) else COMPUTED:
@@ -149,7 +152,7 @@ def product_types(graph: Graph, tensors: Mapping[str, TensorInfo]) -> list[GGMLT
 
 
 def device_key(info: VulkanInfo) -> str:
-    """Return the key in machine.json that names a device, its driver and the version of hotset."""
+    """Return the key of a device's measurements: the device, its driver and the version of hotset."""
     version = ""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("hotset")
@@ -175,7 +178,7 @@ def _kept(found: Any) -> ProductShapes:
 
 
 def n_large(type_: GGMLType) -> int:
-    """Return the large matrices of a measured step, which together exceed every cache."""
+    """Return the large matrices of a measured step, which together exceed a cache CACHES times."""
     each = sum(tile_bytes(type_, WIDTH)) * (_PARTS * WIDTH // TILE)
     return -(-CACHES * CACHE_BYTES // each)
 

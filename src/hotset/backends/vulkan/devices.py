@@ -45,6 +45,11 @@ class VulkanInfo:
         return "timeline semaphores" in self.features
 
     @property
+    def has_timestamps(self) -> bool:
+        """Return whether the device can time its dispatches."""
+        return "timestamps" in self.features
+
+    @property
     def shares_memory(self) -> bool:
         """Return whether the device uses the host's memory, and so has the CPU's bandwidth."""
         return self.kind in ("integrated", "software")

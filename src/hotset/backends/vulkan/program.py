@@ -28,8 +28,8 @@ from hotset.backends.vulkan.steps import (
     TILE,
     FusedStep,
     forms_of,
-    n_groups,
     n_splits,
+    n_tiles,
     part_bytes,
     places_of,
     rounded_bytes,
@@ -151,7 +151,7 @@ class RecordedGraph:
                 record(recorder, n)
             recorder.operation = part
             if part != "body" and self.graph.result.id in self._of_tail:
-                self._hand_over(recorder, part, n)
+                self._copy_results(recorder, part, n)
             recorder.program.finish()
             self._recorded[key] = recorder
         return self._recorded[key]
@@ -160,7 +160,7 @@ class RecordedGraph:
         """Discard all recordings, so that they are recorded again when needed."""
         self._recorded.clear()
 
-    def _hand_over(self, to: Recorder, part: str, n: int) -> None:
+    def _copy_results(self, to: Recorder, part: str, n: int) -> None:
         """Record the copy of n result rows of a tail to the memory that the host reads."""
         result = self.graph.result
         x, width, stride = self.read(result, n), result.width, stride_of(result)
@@ -789,15 +789,15 @@ class RecordedGraph:
         if tokens == 1:
             return tokens, n_pairs, self.read(op.route, n)
         assert self._groups is not None
-        n_tiles, half = n_groups(n_pairs, n_expert, tokens), self._groups.size // 2
-        size = 4 * (n_tiles * (tokens + 1) + n_matrices)
+        tiles, half = n_tiles(n_pairs, n_expert, tokens), self._groups.size // 2
+        size = 4 * (tiles * (tokens + 1) + n_matrices)
         piece = self._groups.part(half * (tokens == TILE), half)
         if to.grouped.get(tokens) != op.route:
             to.grouped[tokens] = op.route
-            push = n, op.n_used, stride_of(op.route), n_matrices, n_tiles
+            push = n, op.n_used, stride_of(op.route), n_matrices, tiles
             bindings = [self.read(op.route, n), piece.bound(size, written=True)]
             to.add("group", [tokens], bindings, push, (1, 1, 1))
-        return tokens, n_tiles, piece.bound(size)
+        return tokens, tiles, piece.bound(size)
 
     def _route(self, op: ops.Route) -> Record:
         n_expert = op.x.width

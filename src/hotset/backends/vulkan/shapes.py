@@ -37,7 +37,7 @@ class AttentionShape(NamedTuple):
     """The shape of a workgroup of attention.comp.
 
     heads: the heads that share keys and values, with 64 lanes each. vectors: the size of their shared memory,
-    in units of 16 bytes, a multiple of 64.
+    in units of 16 bytes, a multiple of 512; at least two per lane.
     """
 
     heads: int
@@ -45,25 +45,36 @@ class AttentionShape(NamedTuple):
 
 
 _LANES_OF_HEAD = 64
+_VECTORS = 512
+_MOST_VECTORS = 1024  # a KV block's keys of 128 channels in F16; more would stay empty
 _SHARED_BYTES = (
     17 * _LANES_OF_HEAD
 )  # of a head: numbers of its lanes, weights, and the rounding of its result
 
 
 def attention_shape(op: Attention, max_lanes: int, shared_bytes: int) -> AttentionShape:
-    """Return the shape with the most heads that a device's lanes and bytes of shared memory allow."""
+    """Return the shape with the most heads that a device's lanes and bytes of shared memory allow.
+
+    Each lane has room for two vectors, so that its loads overlap. A workgroup therefore has at most 8 heads.
+    """
     per_head = _SHARED_BYTES + 4 * (max(op.head_dim, op.head_dim_v) + 16)
     of_group = op.n_head // op.n_head_kv
 
-    def fits(heads: int, vectors: int) -> bool:
-        lanes = _LANES_OF_HEAD * heads
-        needed = heads * per_head + 16 * lanes * -(-vectors // lanes) + 64
-        return of_group % heads == 0 and lanes <= max_lanes and needed <= shared_bytes
+    def vectors_of(heads: int) -> int:
+        return _VECTORS * -(-2 * _LANES_OF_HEAD * heads // _VECTORS)
 
-    heads = max((n for n in range(2, of_group + 1) if fits(n, 512)), default=1)
-    return AttentionShape(
-        heads, 1024 if heads > 4 and fits(heads, 1024) else 512
-    )  # two or more loads per lane
+    def fits(heads: int) -> bool:
+        lanes, vectors = _LANES_OF_HEAD * heads, vectors_of(heads)
+        needed = heads * per_head + 16 * lanes * -(-vectors // lanes) + 64
+        return (
+            of_group % heads == 0
+            and vectors <= _MOST_VECTORS
+            and lanes <= max_lanes
+            and needed <= shared_bytes
+        )
+
+    heads = max((n for n in range(2, of_group + 1) if fits(n)), default=1)
+    return AttentionShape(heads, vectors_of(heads))
 
 
 @dataclass(frozen=True)

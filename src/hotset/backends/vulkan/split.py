@@ -8,7 +8,7 @@ A layer with split neurons:
     gate ... down    as in any FFN, but only for the hot neurons: matrices have only their rows
     Gather           the hot neurons' sum with the bias, plus the cold neurons' sum, plus the residual
 
-The operations between Submit and Gather run while the CPU computes. A step is one submission: the host polls
+The operations between Submit and Gather run while the CPU computes. All are in one submission: the host waits
 for the end of Submit, and Gather waits for a semaphore (csrc/vulkan/program.h). The sums are added in this
 order for any number of tokens. A token has the same bits in every batch, chunk and run. Its last bits differ
 from the result of a layer that is not split.

@@ -245,14 +245,14 @@ def part_bytes(steps: Sequence[FusedStep], max_batch: int, n_kv_blocks: int) -> 
     return of_splits, of_counts, of_operations, max(of_groups, default=0)
 
 
-def n_groups(n_pairs: int, n_expert: int, tokens: int) -> int:
+def n_tiles(n_pairs: int, n_expert: int, tokens: int) -> int:
     """Return the most tiles that n_pairs pairs of a token and an expert need, up to `tokens` pairs each."""
     return (n_pairs + min(n_expert, n_pairs) * (tokens - 1)) // tokens
 
 
 def group_bytes(n: int, n_used: int, n_expert: int) -> int:
     """Return the bytes of the tiles of n tokens, of either size (csrc/vulkan/shaders/group.comp)."""
-    sizes = (n_groups(n * n_used, n_expert, tokens) * (tokens + 1) for tokens in (TOKENS_OF_FEW, TILE))
+    sizes = (n_tiles(n * n_used, n_expert, tokens) * (tokens + 1) for tokens in (TOKENS_OF_FEW, TILE))
     return aligned(4 * (max(sizes) + n_expert))
 
 
