@@ -302,7 +302,7 @@ def test_report_of_a_profile_and_a_text(
 ):
     monkeypatch.chdir(tmp_path)
     done = inside("report", plain, returns=2)
-    assert "there is no profile" in done.stderr.lower()
+    assert "--profile: there is no file" in done.stderr.lower()
     assert "hotset sparse profile" in done.stderr
     inside("profile", plain, "-f", text, "-n", 400, *REFERENCE)
     done = inside("report", plain)
@@ -337,7 +337,7 @@ def test_undrawable_data_gives_one_message(plain: Path, text: Path, tmp_path: Pa
         (("report", dense, "-f", text), 2, "no zeros: every neuron fires for every token"),
         (("report", plain, "--profile", tmp_path / "other.profile.hotset.gguf"), 2,
          "profile belongs to another"),
-        (("report", plain, "--profile", tmp_path / "none.gguf", "-f", text), 2, "there is no profile"),
+        (("report", plain, "--profile", tmp_path / "none.gguf", "-f", text), 2, "there is no file"),
         (("report", plain, "--profile", plain), 1, "is not an activation profile"),
         (("report", plain, "-f", tmp_path / "empty.txt"), 2, "is empty"),
         (("report", plain, "-f", text, "-o", "model.gguf"), 2, "must end with .html"),

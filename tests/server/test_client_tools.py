@@ -407,9 +407,7 @@ HOSTED = {
 
 
 @pytest.mark.parametrize("url", HOSTED)
-async def test_tools_that_a_provider_runs_are_left_out(
-    path: Path, url: str, caplog: pytest.LogCaptureFixture
-):
+async def test_tools_that_a_provider_runs_are_left_out(path: Path, url: str):
     tools = [{"type": kind} for kind in HOSTED[url]]
     body: Json = {"model": "tiny", "max_tokens": 3, "temperature": 0, "tools": tools}
     body |= {"input": "hello"} if url == "/v1/responses" else {"messages": MESSAGES}
@@ -421,7 +419,6 @@ async def test_tools_that_a_provider_runs_are_left_out(
         usage = [one.json()["usage"].get("prompt_tokens") for one in (reply, plain)]
         assert usage[0] == usage[1]
         assert all(f"tools.{kind}" in reply.headers[HEADER] for kind in HOSTED[url])
-    assert "a provider runs such tools" in caplog.text or "needs a model that sees" in caplog.text
 
 
 def test_a_shell_in_a_container_is_left_out():
