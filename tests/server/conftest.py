@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -10,7 +11,16 @@ import pytest
 from tiny_server import client_of, write_model
 
 import hotset
+from hotset.server.logs import LOGGERS, RateLimit
 from hotset.server.service import Service
+
+
+@pytest.fixture(autouse=True)
+def _fresh_rate_of_logs() -> None:
+    """Forget the log lines of the tests before, which a server in this process may have counted."""
+    for logger in map(logging.getLogger, LOGGERS):
+        for limit in [one for one in logger.filters if isinstance(one, RateLimit)]:
+            logger.removeFilter(limit)
 
 
 @pytest.fixture(scope="module")
