@@ -285,7 +285,6 @@ class Plan {
     int max_tokens() const { return max_tokens_; }
     int max_kv_blocks() const { return max_kv_blocks_; }
     int n_threads() const { return runtime_->n_threads(); }
-    int ahead() const { return n_threads() == 1 ? kernels_.ahead_alone : kernels_.ahead; }
     size_t bytes() const;      // buffers and the runtime's scratch memory
     size_t own_bytes() const;  // without the runtime's scratch memory
     const Rope& rope(int id) const { return ropes_[id]; }

@@ -1046,8 +1046,6 @@ inline Kernels float_kernel_table(const char* isa) {
     Kernels table = {};
     table.isa = isa;
     table.interleaved = kInterleaved;
-    table.ahead = kAhead;
-    table.ahead_alone = kAheadAlone;
     table.linear[int(Type::F32)] = float_linear<F32Weights, WholeTile>;
     table.linear[int(Type::F16)] = float_linear<F16Weights, WholeTile>;
     table.linear[int(Type::BF16)] = float_linear<BF16Weights, WholeTile>;

@@ -1008,6 +1008,9 @@ HOTSET_INLINE void add_blocks(const uint8_t* p, const TokenInputs (&x)[T], int64
     }
 }
 
+// Bytes from a row's blocks to those that are prefetched meanwhile (decision 008).
+constexpr int kAhead = 4096;
+
 // kOnce: only these tokens read the data.
 template <bool kOnce>
 HOTSET_INLINE void prefetch(const uint8_t* p, int bytes) {
@@ -1127,7 +1130,7 @@ void few_tokens(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, in
         int n = 0;
         for (int64_t r = row0; r < row1; r++) {
             V row[T];
-            dot_lanes<Format, kTail, kOnce>(w.row(r), w.row(r) + x.ahead, x.k / 32, inputs, row);
+            dot_lanes<Format, kTail, kOnce>(w.row(r), w.row(r) + kAhead, x.k / 32, inputs, row);
             for (int t = 0; t < T; t++) lanes[t][n] = row[t];
             if (++n < 4) continue;
             for (int t = 0; t < T; t++) sums(lanes[t], out + t * ld + r - 3 - row0);

@@ -822,8 +822,19 @@ struct Format<Type::IQ1_M> {
 // The number of bytes that a format may read past its sixteen blocks.
 constexpr int kSlack = 128;
 
+// Bytes from a row's blocks to those that are prefetched meanwhile, for one token and for a few (decision
+// 008).
+constexpr int kAhead = 8192, kFewAhead = 4096;
+
+// kOnce: only one token reads the data.
+template <bool kOnce>
 HOTSET_INLINE void prefetch(const uint8_t* p, int bytes) {
-    for (int at = 0; at < bytes; at += 64) V::fetch(p + at);
+    for (int at = 0; at < bytes; at += 64) {
+        if constexpr (kOnce)
+            V::fetch_once(p + at);
+        else
+            V::fetch(p + at);
+    }
 }
 
 // Copy sixteen blocks at the end of the mapped file to where reading past them is allowed.
@@ -917,12 +928,12 @@ HOTSET_INLINE float dot_of(const uint8_t* row, const uint8_t* ahead, const uint8
     int64_t b = 0;
     const uint8_t* p = row;
     for (; b + 16 <= blocks; b += 16, p += Format::kBytes) {
-        prefetch(ahead + (p - row), Format::kBytes);
+        prefetch<true>(ahead + (p - row), Format::kBytes);
         acc =
             add_blocks<Format, 4>(at(p, 16), 16, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc);
     }
     if (const int n = int(blocks - b)) {
-        prefetch(ahead + (p - row), n * Format::kBytes / 16);
+        prefetch<true>(ahead + (p - row), n * Format::kBytes / 16);
         const uint8_t* last = at(p, n);
         switch ((n + 3) / 4) {
             case 1:
@@ -967,19 +978,24 @@ inline Scales scales_of_two(const uint8_t* p, const uint8_t* q, int n) {
     }
 }
 
-// Two rows, row_bytes apart, whose last step has five to eight blocks: these share a vector. With fewer
-// blocks there is too little to share. As dot_of, if all bytes may be read.
+// Two adjacent rows whose last step has five to eight blocks: these share a vector. With fewer blocks there
+// is too little to share. As dot_of, if all bytes may be read.
 template <class Format>
-HOTSET_INLINE void dot_of_two(const uint8_t* row, int64_t row_bytes, int ahead, int64_t blocks,
-                              const int8_t* q, const float* scale, const float* sum_, const int32_t* isum0,
+HOTSET_INLINE void dot_of_two(const uint8_t* row, int64_t row_bytes, int64_t blocks, const int8_t* q,
+                              const float* scale, const float* sum_, const int32_t* isum0,
                               const int32_t* isum1, float* out) {
     constexpr bool kSub = has_sub_blocks(Format::kType);
-    const uint8_t* p[2] = {row, row + row_bytes};
+    const uint8_t *p[2] = {row, row + row_bytes}, *ahead = row + kAhead;
+    // Prefetched in the order of memory: in the order of use, the lines arrive at four fifths of the speed.
+    auto prefetch_next = [&](int bytes) {
+        prefetch<true>(ahead, bytes);
+        ahead += bytes;
+    };
     __m512 acc[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
     int64_t b = 0;
     for (; b + 16 <= blocks; b += 16)
         for (int r = 0; r < 2; r++) {
-            prefetch(p[r] + ahead, Format::kBytes);
+            prefetch_next(Format::kBytes);
             acc[r] = add_blocks<Format, 4>(p[r], 16, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b,
                                            acc[r]);
             p[r] += Format::kBytes;
@@ -987,7 +1003,7 @@ HOTSET_INLINE void dot_of_two(const uint8_t* row, int64_t row_bytes, int ahead, 
     const int n = int(blocks - b);
     __m512i first[4], second[4];
     for (int r = 0; r < 2; r++) {
-        prefetch(p[r] + ahead, n * Format::kBytes / 16);
+        prefetch_next(n * Format::kBytes / 16);
 #pragma GCC unroll 2  // makes g a constant
         for (int g = 0; g < 2; g++) {
             __m512i a, c;
@@ -1221,7 +1237,7 @@ void few(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, i
     const int64_t blocks = x.k / 32;
     // Prefetched in the order of the rows: if each row is prefetched separately, they arrive at two thirds of
     // the speed.
-    const uint8_t* ahead = w.row(row0) + (kFewRows - 1) * w.row_bytes + kAhead;
+    const uint8_t* ahead = w.row(row0) + (kFewRows - 1) * w.row_bytes + kFewAhead;
     for (int64_t r = row0; r < row1; r += kFewRows) {
         __m512 acc[kFewRows][kFewTokens];
         const uint8_t* rows[kFewRows];
@@ -1237,7 +1253,7 @@ void few(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, i
                 const uint8_t* p[2];
                 for (int j = 0; j < 2; j++) {
                     p[j] = rows[i + j] + b / 16 * Format::kBytes;
-                    prefetch(ahead, count * Format::kBytes / 16);
+                    prefetch<false>(ahead, count * Format::kBytes / 16);
                     ahead += count * Format::kBytes / 16;
                     p[j] = readable<Format>(p[j], count, w.end(), copies[j]);
                 }
@@ -1501,13 +1517,13 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
         if (const int64_t last = blocks % 16; last > 4 && last <= 8)
             for (int64_t at = r * row_bytes; r + 2 <= row1 && at + row_bytes <= inside;
                  r += 2, at += 2 * row_bytes)
-                dot_of_two<Format>(w.data + at, row_bytes, x.ahead, blocks, q, scale, sum_, isum0, isum1,
+                dot_of_two<Format>(w.data + at, row_bytes, blocks, q, scale, sum_, isum0, isum1,
                                    out + r - row0);
         for (int64_t at = r * row_bytes; r < row1 && at <= inside; r++, at += row_bytes)
-            out[r - row0] = dot_of<Format, true>(w.data + at, w.data + at + x.ahead, w.end(), blocks, q,
-                                                 scale, sum_, isum0, isum1);
+            out[r - row0] = dot_of<Format, true>(w.data + at, w.data + at + kAhead, w.end(), blocks, q, scale,
+                                                 sum_, isum0, isum1);
     }
-    for (; r < row1; r++) out[r - row0] = one_row<Format>(w, w.row(r), x, t0, w.row(r) + x.ahead);
+    for (; r < row1; r++) out[r - row0] = one_row<Format>(w, w.row(r), x, t0, w.row(r) + kAhead);
 }
 
 // ---- Many tokens, with AMX

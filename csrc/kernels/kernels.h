@@ -55,7 +55,6 @@ struct Inputs {
     const float* sum = nullptr;      // [n][padded(k) / 32], scale * sum of q
     const int32_t* isum = nullptr;   // [n][2][padded(k) / 32], sum of q over each half of a block
     const int32_t* isum8 = nullptr;  // [n][padded(k) / 32], eight times the sum of q over a block
-    int ahead = 0;                   // for one token: bytes to prefetch ahead in adjacent rows
     const uint8_t* tiles = nullptr;  // all tokens packed by Kernels::pack_token; null: not packed yet
 };
 
@@ -364,7 +363,6 @@ struct Xielu {
 struct Kernels {
     const char* isa;
     int interleaved;                  // blocks whose halves are interleaved in Inputs::q
-    int ahead, ahead_alone;           // Inputs::ahead for one of several threads, and for a single thread
     LinearKernel linear[kTypeCount];  // null for planes
     GatherKernel gather[kTypeCount];  // null for planes
     AxpyKernel axpy[kTypeCount];

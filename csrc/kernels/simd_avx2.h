@@ -3,10 +3,6 @@
 
 constexpr int kInterleaved = 8;  // blocks whose halves are interleaved in Inputs::q
 
-// Inputs::ahead. With a larger distance a single thread reads Q4_0 an eighth slower and no type faster: the
-// hardware prefetcher covers short distances (decision 008).
-constexpr int kAhead = 2048, kAheadAlone = 2048;
-
 struct V {
     __m256 lo, hi;
 

@@ -3,15 +3,15 @@
 
 constexpr int kInterleaved = 4;  // blocks whose halves are interleaved in Inputs::q
 
-// Inputs::ahead. A single thread gets more bandwidth from a long distance; several threads do not, and
-// prefetches past the end of a thread's range are wasted (decision 008).
-constexpr int kAhead = 4096, kAheadAlone = 8192;
-
 struct V {
     __m512 v;
 
     static constexpr int kRegisters = 1;
     HOTSET_INLINE static void fetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+    // For data that is read once, as in simd_avx2.h.
+    HOTSET_INLINE static void fetch_once(const void* p) {
+        _mm_prefetch(static_cast<const char*>(p), _MM_HINT_NTA);
+    }
     static V zero() { return {_mm512_setzero_ps()}; }
     static V set(float x) { return {_mm512_set1_ps(x)}; }
     static V load(const float* p) { return {_mm512_loadu_ps(p)}; }

@@ -3,8 +3,7 @@
 //
 // fmax, fmin and pairwise forms are not used: NaN and signed zeros differ from a > b ? a : b.
 
-constexpr int kInterleaved = 4;                   // blocks whose halves are interleaved in Inputs::q
-constexpr int kAhead = 4096, kAheadAlone = 8192;  // Inputs::ahead
+constexpr int kInterleaved = 4;  // blocks whose halves are interleaved in Inputs::q
 
 struct V {
     float32x4_t v[4];

@@ -1,8 +1,7 @@
 // Sixteen float lanes in plain code: the readable reference of simd_avx2.h, simd_avx512.h and simd_neon.h.
 // Included inside the namespace of an instruction set.
 
-constexpr int kInterleaved = 4;                   // blocks whose halves are interleaved in Inputs::q
-constexpr int kAhead = 4096, kAheadAlone = 8192;  // Inputs::ahead
+constexpr int kInterleaved = 4;  // blocks whose halves are interleaved in Inputs::q
 
 struct V {
     float v[16];

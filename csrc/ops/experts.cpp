@@ -181,7 +181,7 @@ class ExpertNeurons : public Op {
             if (gathered != group)
                 for (int i = 0; i < count; i++) rows.copy(i, all, entries[i] / f_.n_used);
             gathered = group;
-            in = rows.inputs(count, plan_.ahead());
+            in = rows.inputs(count);
         }
         float* values = worker.results.as<float>();
         FfnCounts counts;
@@ -535,7 +535,7 @@ class ExpertSum : public Op {
     // Return the inputs of a token's experts, and list their active channels.
     Inputs parts_of_token(Worker& worker) const {
         const InputsMemory rows(worker.inputs.data(), f_.n_used, width(), kinds_);
-        const Inputs in = rows.inputs(f_.n_used, plan_.ahead());
+        const Inputs in = rows.inputs(f_.n_used);
         if (!worker.enter_inputs()) return in;
         for (int j = 0; j < f_.n_used; j++) {
             rows.set(plan_.kernels(), j, x_.row(0) + j * width());
@@ -629,7 +629,7 @@ class ExpertSum : public Op {
             own.set(plan_.kernels(), i, x_.row((first + i) / f_.n_used) + (first + i) % f_.n_used * width());
         if (!worker.begin_commit()) return;
         const InputsMemory all = shared_rows(n);
-        const Inputs in = own.inputs(int(count), plan_.ahead());
+        const Inputs in = own.inputs(int(count));
         for (int64_t i = 0; i < count; i++) all.copy(groups.places[first + i], in, i);
         worker.end_commit();
     }
@@ -639,7 +639,7 @@ class ExpertSum : public Op {
         const Kernels& kernels = plan_.kernels();
         const int64_t size = last - first;
         const Groups groups = this->groups(n, worker);
-        const Inputs in = shared_rows(n).inputs(n * f_.n_used, plan_.ahead());
+        const Inputs in = shared_rows(n).inputs(n * f_.n_used);
         const int64_t n_sums = int64_t(n) * (f_.apart ? f_.n_used : 1);
         float* parts = sums + n_sums * size;  // in the order of the groups
         float* scratch = parts + int64_t(n) * f_.n_used * size;

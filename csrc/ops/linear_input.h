@@ -52,8 +52,8 @@ class InputsMemory {
         std::copy_n(in.isum8 + from * (width_ / 32), width_ / 32, out.isum8);
     }
     // x: the floats, if they are stored elsewhere.
-    Inputs inputs(int n, int ahead, const float* x = nullptr) const {
-        return {n, k_, x ? x : x_, first_.q, first_.scale, first_.sum, first_.isum, first_.isum8, ahead};
+    Inputs inputs(int n, const float* x = nullptr) const {
+        return {n, k_, x ? x : x_, first_.q, first_.scale, first_.sum, first_.isum, first_.isum8};
     }
 
   private:
@@ -78,8 +78,7 @@ inline Inputs token_of(const Inputs& in, int64_t t) {
             in.scale + t * blocks,
             in.sum + t * blocks,
             in.isum + t * 2 * blocks,
-            in.isum8 + t * blocks,
-            in.ahead};
+            in.isum8 + t * blocks};
 }
 
 class LinearInput {
@@ -128,7 +127,7 @@ class LinearInput {
         const bool together = prepares_together(step);
         const InputsMemory memory(together ? plan_.shared() : worker.inputs.data(),
                                   together ? plan_.max_tokens() : kPrivateInputs, x_.width, kept());
-        Inputs in = memory.inputs(n, plan_.ahead(), changes() ? nullptr : x_.row(0));
+        Inputs in = memory.inputs(n, changes() ? nullptr : x_.row(0));
         in.tiles = tiles(step);
         if (!together && n <= kPrivateInputs && worker.enter_inputs()) {
             for (int r = 0; r < n; r++) prepare(memory, r, x_.row(r), step.thresholded[r]);
