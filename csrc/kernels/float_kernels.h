@@ -36,6 +36,28 @@ inline V soft_cap(V cap, V x) {
     return cap - two * cap / (exp(two * x / cap) + V::set(1.0f));
 }
 
+// Compute 1 + erf(x / sqrt(2)) as csrc/vulkan/shaders/activation.glsl does, bit for bit. Its error is below
+// 2.2e-7. Below 2 a polynomial in x^2 approximates erf(x / sqrt(2)) / x; above, one approximates the
+// logarithm of 1 - erf.
+inline V one_and_erf(V x) {
+    auto polynomial = [](V at, const auto& factors) {
+        V total = V::set(factors[std::size(factors) - 1]);
+        for (int i = int(std::size(factors)) - 2; i >= 0; i--) total = total * at + V::set(factors[i]);
+        return total;
+    };
+    constexpr float kOfSquare[] = {0.7978845834732056f,     -0.13298076391220093f,   0.01994710974395275f,
+                                   -0.0023746443912386894f, 0.0002308496186742559f,  -1.887041980808135e-05f,
+                                   1.3208330074121477e-06f, -7.834236726012023e-08f, 3.5954033084095727e-09f,
+                                   -9.369993669849919e-11f};
+    constexpr float kOfRest[] = {-9.666954040527344f,     -4.225606918334961f,     -0.47666361927986145f,
+                                 -0.0029761474579572678f, 0.0003961921320296824f,  -5.200348823564127e-05f,
+                                 6.522220701299375e-06f,  -8.167075407072844e-07f, 9.017059454663467e-08f};
+    const V one = V::set(1.0f), size = abs(x);
+    const V near = polynomial(x * x, kOfSquare) * x;
+    const V far = one - exp(polynomial(min(size, V::set(5.7f)) - V::set(4.0f), kOfRest));
+    return one + at_least(size, V::set(2.0f), at_least(x, V::zero(), far, V::zero() - far), near);
+}
+
 inline V activate(Activation kind, V threshold, V x) {
     const V one = V::set(1.0f);
     switch (kind) {
@@ -45,12 +67,8 @@ inline V activate(Activation kind, V threshold, V x) {
             const V u = x * fma(x * x, V::set(0.0713548162726f), V::set(1.59576912161f));
             return x / (one + exp(V::zero() - u));
         }
-        case Activation::Gelu: {
-            float lanes[16];
-            x.store(lanes);
-            for (float& lane : lanes) lane = 0.5f * lane * (1.0f + erff(lane * 0.70710678118f));
-            return V::load(lanes);
-        }
+        case Activation::Gelu:
+            return V::set(0.5f) * x * one_and_erf(x);
         case Activation::Relu:
             return max(x, V::zero());
         case Activation::Relu2: {
@@ -58,7 +76,7 @@ inline V activate(Activation kind, V threshold, V x) {
             return r * r;
         }
         case Activation::FatRelu:
-            return at_least(x, threshold);
+            return at_least(x, threshold, x, V::zero());
         case Activation::SoftCap:
             return soft_cap(threshold, x);
         case Activation::Scale:
@@ -355,7 +373,7 @@ struct WholeTile {
     static constexpr int kTokens = 6;
     static constexpr int kDecodeFrom = 32;  // tokens from which decoding the rows first is faster
 
-    // Add `count` columns, a multiple of 16. x: of the first token; k: between tokens. first: acc is empty.
+    // Add `count` columns, in whole vectors. x: of the first token; k: between tokens. first: acc is empty.
     template <int T>
     static void add(const float* rows, int64_t stride, const float* x, int64_t k, int64_t count, bool first,
                     V (*acc)[kTokens]) {
@@ -382,9 +400,18 @@ inline void add_tokens(int n, Args... args) {
     if constexpr (T > 1) add_tokens<Tile, T - 1>(n, args...);
 }
 
-// For several tokens, rows are decoded once to float32, padded with zeros to whole vectors. They are
-// multiplied by tokens that stay in the second-level cache, a span of columns at a time, whose inputs stay in
-// the first-level cache.
+// Decode n columns of a row to float32, and zeros up to a whole vector.
+template <class W>
+inline void decode_columns(const uint8_t* from, int64_t n, float* to) {
+    for (; n >= 16; n -= 16, from += 16 * W::kBytes, to += 16) W::load(from).store(to);
+    if (n == 0) return;
+    uint8_t rest[64] = {};
+    memcpy(rest, from, size_t(n) * W::kBytes);
+    W::load(rest).store(to);
+}
+
+// For several tokens, a few rows are decoded to float32 at a time, a span of columns that stays in the
+// first-level cache while it is multiplied by tokens whose inputs stay in the second-level cache.
 template <class W, class Tile>
 void float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
                   int64_t ld, uint8_t* scratch) {
@@ -394,51 +421,55 @@ void float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, 
         for (; r < row1; r++) float_rows<W, 1, Tile::kTokens>(w, r, x, t0, t1, out + (r - row0), ld);
         return;
     }
-    constexpr int64_t kTokenBytes = 256 * 1024, kRowBytes = 24 * 1024, kSpan = 512;
-    constexpr int kMostRows = 16, kTokens = Tile::kTokens;
-    const int64_t k = x.k, whole = k / 16 * 16;
-    const int64_t group = imax(imin(kRowBytes / (4 * k), kMostRows) / 4 * 4, 4);
-    const int64_t stride = whole + 32;  // if it were a power of two, rows would share lines of the cache
-    const int64_t tokens = imax(kTokenBytes / (4 * k) / kTokens, 1) * kTokens;
+    constexpr int kRows = 8, kTokens = Tile::kTokens, kMostTiles = 84 / kTokens;
+    constexpr int64_t kTokenBytes = 512 * 1024, kSpan = 512;
+    constexpr int64_t kStride = kSpan + 32;  // if it were a power of two, rows would share lines of the cache
+    using Sums = V[kRows][kTokens];
+    static_assert(kRows * kStride * sizeof(float) + kMostTiles * sizeof(Sums) <= kernel_scratch_bytes(0));
     float* const decoded = reinterpret_cast<float*>(scratch);
-    for (int64_t first = t0; first < t1; first += tokens)
-        for (int64_t row = row0; row < row1; row += group) {
-            const int n_rows = imin(row1 - row, group), all = (n_rows + 3) / 4 * 4;
-            for (int r = 0; r < all; r++) {
-                const uint8_t* from = w.row(row + imin(r, n_rows - 1));
-                float* to = decoded + r * stride;
-                for (int64_t i = 0; i < whole; i += 16) W::load(from + i * W::kBytes).store(to + i);
-                if (whole == k) continue;
-                uint8_t rest[64] = {};
-                memcpy(rest, from + whole * W::kBytes, size_t(k - whole) * W::kBytes);
-                W::load(rest).store(to + whole);
-            }
-            for (int64_t t = first; t < imin(first + tokens, t1); t += kTokens) {
-                const int n = imin(imin(first + tokens, t1) - t, kTokens);
-                V acc[kMostRows][kTokens];
-                auto add = [&](int64_t i, const float* inputs, int64_t between, int64_t count) {
+    Sums* const acc = reinterpret_cast<Sums*>(scratch + kRows * kStride * sizeof(float));
+    const int64_t k = x.k, whole = k / 16 * 16;
+    const int64_t tiles = imax(imin(kTokenBytes / (4 * k * kTokens), kMostTiles), 1);
+    for (int64_t first = t0; first < t1; first += tiles * kTokens) {
+        const int64_t last = imin(first + tiles * kTokens, t1);
+        for (int64_t row = row0; row < row1; row += kRows) {
+            const int n_rows = imin(row1 - row, kRows), all = (n_rows + 3) / 4 * 4;
+            for (int64_t i = 0, count; i < k; i += count) {
+                const bool is_rest = i == whole;  // less than a vector, whose inputs are padded with zeros
+                count = is_rest ? k - whole : imin(whole - i, kSpan);
+                for (int r = 0; r < all; r++)
+                    decode_columns<W>(w.row(row + imin(r, n_rows - 1)) + i * W::kBytes, count,
+                                      decoded + r * kStride);
+                for (int64_t t = first, tile = 0; t < last; t += kTokens, tile++) {
+                    const int n = imin(last - t, kTokens);
+                    const float* inputs = x.x + t * k + i;
+                    int64_t between = k;
+                    float rest[kTokens][16];
+                    if (is_rest) {
+                        memset(rest, 0, sizeof(rest));
+                        for (int j = 0; j < n; j++)
+                            memcpy(rest[j], inputs + j * k, size_t(count) * sizeof(float));
+                        inputs = rest[0];
+                        between = 16;
+                    }
+                    V(*const of)[kTokens] = acc[tile];
                     for (int r = 0; r < all; r += 4)
-                        add_tokens<Tile>(n, decoded + r * stride + i, stride, inputs, between, count, i == 0,
-                                         acc + r);
-                };
-                for (int64_t i = 0; i < whole; i += kSpan) add(i, x.x + t * k + i, k, imin(whole - i, kSpan));
-                if (whole < k) {
-                    float rest[kTokens][16] = {};
-                    for (int j = 0; j < n; j++)
-                        memcpy(rest[j], x.x + (t + j) * k + whole, size_t(k - whole) * sizeof(float));
-                    add(whole, rest[0], 16, 16);
-                }
-                for (int j = 0; j < n; j++) {
-                    float* to = out + (t + j - t0) * ld + (row - row0);
-                    for (int r = 0; r < all; r += 4) {
-                        const V four[4] = {acc[r][j], acc[r + 1][j], acc[r + 2][j], acc[r + 3][j]};
-                        float dots[4];
-                        sums(four, dots);
-                        memcpy(to + r, dots, size_t(imin(n_rows - r, 4)) * sizeof(float));
+                        add_tokens<Tile>(n, decoded + r * kStride, kStride, inputs, between, count, i == 0,
+                                         of + r);
+                    if (i + count < k) continue;
+                    for (int j = 0; j < n; j++) {
+                        float* to = out + (t + j - t0) * ld + (row - row0);
+                        for (int r = 0; r < all; r += 4) {
+                            const V four[4] = {of[r][j], of[r + 1][j], of[r + 2][j], of[r + 3][j]};
+                            float dots[4];
+                            sums(four, dots);
+                            memcpy(to + r, dots, size_t(imin(n_rows - r, 4)) * sizeof(float));
+                        }
                     }
                 }
             }
         }
+    }
 }
 
 // ---- Attention over KV blocks
@@ -844,8 +875,12 @@ void store_key(const KvLayer& kv, int kv_block, int slot, int head, const float*
                 reinterpret_cast<float*>(keys)[d * kKvBlockSize + slot] = k[d];
             break;
         case KvType::F16:
-            for (int64_t d = 0; d < kv.head_dim; d++)
-                reinterpret_cast<uint16_t*>(keys)[d * kKvBlockSize + slot] = to_f16(k[d]);
+            for_lanes(kv.head_dim, [&](int64_t d, int c) {
+                uint16_t halves[16];
+                V::load_n(k + d, c).store_f16(halves);
+                for (int i = 0; i < c; i++)
+                    reinterpret_cast<uint16_t*>(keys)[(d + i) * kKvBlockSize + slot] = halves[i];
+            });
             break;
         case KvType::Q8_0:
             for (int64_t block = 0; block < blocks; block++) {

@@ -104,9 +104,9 @@ inline V round(V a) {
     constexpr int kRounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return {_mm256_round_ps(a.lo, kRounding), _mm256_round_ps(a.hi, kRounding)};
 }
-inline V at_least(V a, V bound) {
-    return {_mm256_and_ps(a.lo, _mm256_cmp_ps(a.lo, bound.lo, _CMP_GE_OQ)),
-            _mm256_and_ps(a.hi, _mm256_cmp_ps(a.hi, bound.hi, _CMP_GE_OQ))};
+inline V at_least(V x, V bound, V a, V b) {
+    return {_mm256_blendv_ps(b.lo, a.lo, _mm256_cmp_ps(x.lo, bound.lo, _CMP_GE_OQ)),
+            _mm256_blendv_ps(b.hi, a.hi, _mm256_cmp_ps(x.hi, bound.hi, _CMP_GE_OQ))};
 }
 inline __m256 pow2(__m256 n) {
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));

@@ -79,8 +79,8 @@ inline V abs(V a) {
 inline V round(V a) {
     return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
-inline V at_least(V a, V bound) {
-    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, bound.v, _CMP_GE_OQ), a.v)};
+inline V at_least(V x, V bound, V a, V b) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, bound.v, _CMP_GE_OQ), b.v, a.v)};
 }
 inline V pow2(V n) {
     const __m512i e = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));

@@ -109,9 +109,8 @@ inline V abs(V a) {
 inline V round(V a) {
     return V::each([&](int i) { return vrndnq_f32(a.v[i]); });
 }
-inline V at_least(V a, V bound) {
-    return V::each(
-        [&](int i) { return vbslq_f32(vcgeq_f32(a.v[i], bound.v[i]), a.v[i], vdupq_n_f32(0.0f)); });
+inline V at_least(V x, V bound, V a, V b) {
+    return V::each([&](int i) { return vbslq_f32(vcgeq_f32(x.v[i], bound.v[i]), a.v[i], b.v[i]); });
 }
 inline V pow2(V n) {
     return V::each([&](int i) {

@@ -116,8 +116,9 @@ inline V abs(V a) {
 inline V round(V a) {
     HOTSET_LANEWISE(nearbyintf(a.v[i]));
 }
-inline V at_least(V a, V bound) {
-    HOTSET_LANEWISE(a.v[i] >= bound.v[i] ? a.v[i] : 0.0f);
+// Take a where x >= bound, otherwise b.
+inline V at_least(V x, V bound, V a, V b) {
+    HOTSET_LANEWISE(x.v[i] >= bound.v[i] ? a.v[i] : b.v[i]);
 }
 // n in [-127, 128]
 inline V pow2(V n) {

@@ -1691,7 +1691,8 @@ HEADS_OF_32: dict[str, dict[str, int]] = {
     **dict.fromkeys(("olmo3", "qwen25vl", "jamba"), THREE_HEADS),
     **dict.fromkeys(("gemma4", "gemma4-experts", "falcon-h1"), WIDE_HEADS),
     **dict.fromkeys(("gpt2", "starcoder"), GPT2_HEADS),
-    **dict.fromkeys(("deepseek2-lite", "mistral4", "deepseek32", "glm-dsa", "kimi-linear"), LATENT_32),
+    **dict.fromkeys(("deepseek2-lite", "mistral4", "kimi-linear"), LATENT_32),
+    **{name: {**LATENT_32, "index_head_dim": 32} for name in ("deepseek32", "glm-dsa")},
 }
 """Architectures whose recipes have narrow heads: settings with which one of them fits a q8_0 cache."""
 

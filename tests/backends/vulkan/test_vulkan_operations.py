@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sparse_runs
-from backend_runs import logits_of, tokens
+from backend_runs import cpu, logits_of, tokens
 from cases import quick_are, quick_if
 from make_blocks import random_blocks
 from tiny_gguf import write_llama, write_relu
@@ -171,6 +171,15 @@ def test_widths_that_no_block_divides(tmp_path: Path, n_embd: int) -> None:
 )
 def test_other_operations(tmp_path: Path, options: dict[str, Any]) -> None:
     check(tmp_path, **options)
+
+
+def test_exact_gelu_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
+    options = {"keys": {"llama.hidden_activation": "gelu"}, "type_of": lambda _: T.Q8_0}
+    with open_gguf(write_llama(tmp_path / "m.gguf", head_dim=32, n_ff=96, **options)) as gguf:
+        ids, device = tokens(18), vulkan(gguf, kv_type="f16", max_batch=18)
+        expected = logits_of(cpu(gguf, kv_type="f16"), ids, SPLITS, [3, 1])
+        assert np.array_equal(logits_of(device, ids, SPLITS, [3, 1]), expected)
+        device.close()
 
 
 @pytest.mark.parametrize("type_", [T.F16, T.Q8_0, T.Q4_0], ids=lambda t: t.name)
