@@ -3,10 +3,9 @@
     python bench/image_encoder.py --shape smolvlm-256m --type f16
     python bench/image_encoder.py --shape qwen2.5-vl-3b --type q8_0 --side 448 --llama-cpp build/bin
 
-Prints the seconds of one step: a tile, or an image of --side pixels. They include scaling, which llama.cpp
-does not time. --llama-cpp FOLDER runs the same file in
-llama-mtmd-cli of this folder, in turns, and prints the ratio of the best times. --keep FILE keeps the
-encoder's file. The last line is JSON.
+Prints the median seconds of one step: a tile, or an image of --side pixels. They include scaling, which
+llama.cpp does not time. --llama-cpp FOLDER runs the same file in llama-mtmd-cli of this folder, in turn, and
+prints the median ratio of the rounds. --keep FILE keeps the encoder's file. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -160,7 +160,7 @@ def main() -> None:
         write(shape, path, GGMLType[args.type.upper()])
         with ImageEncoder.open(path, n_embd=shape.n_out, threads=args.threads) as encoder:
             pixels = np.random.default_rng(1).integers(0, 256, (side, side, 3), np.uint8)
-            picture, times, theirs = Picture.of(pixels), [], list[float]()
+            picture, ours, theirs = Picture.of(pixels), list[float](), list[float]()
             image = Path(folder) / "image.png"
             Image.fromarray(pixels).save(image)
             for _ in range(args.repeat + 1):  # the first one is slower
@@ -169,18 +169,24 @@ def main() -> None:
                 n_patches = n_tokens * shape.merge**2
                 # SmolVLM enlarges the image to 16 tiles, and the whole image is one more.
                 n_steps = n_patches // shape.n_patches if shape.projector == "idefics3" else 1
-                times.append((time.perf_counter() - start) / n_steps)
+                ours.append((time.perf_counter() - start) / n_steps)
                 if args.llama_cpp is not None:
                     program, threads = args.llama_cpp / "llama-mtmd-cli", args.threads or usable_cores()
-                    theirs += of_llama_cpp(program, path, image, shape.n_out, threads)
-            best, n_patches = min(times[1:]), n_patches // n_steps
-            products = 2 * shape.multiplications(n_patches) / best
+                    steps = of_llama_cpp(program, path, image, shape.n_out, threads)
+                    theirs.append(statistics.fmean(steps))
+            del ours[:1], theirs[:1]
+            seconds, n_patches = statistics.median(ours), n_patches // n_steps
+            products = 2 * shape.multiplications(n_patches) / seconds
             print(f"{args.shape} {args.type}: {n_steps} steps of {n_patches} patches")
-            print(f"{best:.3f} s ({products / 1e9:.0f} GFLOP/s), memory {encoder.nbytes / 2**20:.0f} MiB")
+            print(f"{seconds:.3f} s ({products / 1e9:.0f} GFLOP/s), memory {encoder.nbytes / 2**20:.0f} MiB")
     if theirs:
-        print(f"llama.cpp {min(theirs):.3f} s: hotset is {min(theirs) / best:.2f} times as fast")
-    result = {"shape": args.shape, "type": args.type, "n_patches": n_patches, "seconds": best}
-    print(json.dumps(result | {"seconds_of_all": times[1:], "llama_cpp_seconds_of_all": theirs}))
+        ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+        print(
+            f"llama.cpp {statistics.median(theirs):.3f} s: hotset is {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f} to {max(ratios):.2f}) times as fast"
+        )
+    result = {"shape": args.shape, "type": args.type, "n_patches": n_patches, "seconds": seconds}
+    print(json.dumps(result | {"seconds_of_all": ours, "llama_cpp_seconds_of_all": theirs}))
 
 
 if __name__ == "__main__":
