@@ -123,3 +123,14 @@ def test_a_missing_thing_has_one_message_and_exit_code(folder: Path, command: st
     said = " ".join(done.stderr.split())
     assert "there is no " in said
     assert "missing" in said
+
+
+def test_a_missing_data_file_of_a_task_has_the_same_message_and_exit_code(tmp_path: Path) -> None:
+    task = tmp_path / "task.yaml"
+    task.write_text(
+        "{task: t, dataset_path: json, dataset_kwargs: {data_files: {test: none.jsonl}}, test_split: test, "
+        "output_type: multiple_choice, doc_to_text: q, doc_to_choice: c, doc_to_target: a}"
+    )
+    done = inside("eval", "missing-model", str(task), returns=2)
+    said = " ".join(done.stderr.split())
+    assert f"there is no file {tmp_path / 'none.jsonl'}; paths of data_files are relative to" in said

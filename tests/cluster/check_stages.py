@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from byte_models import write_model
@@ -72,8 +73,8 @@ def test_strangers_and_an_invalid_message_cost_no_answer(
         assert len(strangers) == 400
         assert model.generate(PROMPTS[3], **PARAMS).text == expected[3]
         assert isinstance(model.backend, StagedBackend)
-        assert model.backend._line is not None
-        model.backend._line._enters._socket.send(b"\x80\4")
+        line: Any = model.backend._line
+        line._enters._socket.send(b"\x80\4")
         answers = model.generate_many(PROMPTS, **PARAMS)
         assert [answer.text for answer in answers] == expected
         assert len(strangers) == 800  # another line

@@ -466,6 +466,7 @@ def replace_tensors(gguf: GGUFFile, keeps: Any) -> Any:
     ("keys", "error", "message"),
     [
         ({"attention__indexer__top_k": 0}, FormatError, "top_k is 0, outside 1"),
+        ({"attention__indexer__top_k": (1 << 32) - 1}, FormatError, "top_k is 4294967295, outside 1"),
         ({"attention__indexer__top_k": None}, FormatError, "top_k is missing"),
         ({"attention__indexer__key_length": 4}, UnsupportedModelError, "fewer than the|has the shape"),
         ({"attention__indexer__head_count": 7}, UnsupportedModelError, "has the shape"),
@@ -476,6 +477,15 @@ def test_keys_that_are_refused(
 ) -> None:
     with changed(gguf, tmp_path / "m.gguf", **keys) as file, pytest.raises(error, match=message):
         describe(config_from_gguf(file), file.tensors)
+
+
+@pytest.mark.parametrize("name", ["deepseek32", "glm-dsa-shared", "qwen4exp"])
+def test_windows_are_refused_where_tokens_are_chosen(gguf: GGUFFile, tmp_path: Path) -> None:
+    with (
+        changed(gguf, tmp_path / "m.gguf", attention__sliding_window=8) as file,
+        pytest.raises(UnsupportedModelError, match="sliding_window is 8: windows of this architecture"),
+    ):
+        config_from_gguf(file)
 
 
 def test_layers_share_the_choice_of_an_earlier_one(run_folder: Path) -> None:

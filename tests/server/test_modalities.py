@@ -99,12 +99,13 @@ def test_a_body_that_does_not_arrive_is_given_up(path: Path) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
-def test_stored_parts_of_a_form_have_a_limit() -> None:
-    excerpt = Excerpt()
-    for _ in range(64):
-        assert excerpt.take(bytes(1 << 16))
-    assert len(excerpt._head) == len(excerpt._tail) == 1 << 16
-    assert excerpt.body("multipart/form-data", 64) == excerpt.body("application/json", 64) == b"{}"
+@pytest.mark.parametrize(("at", "found"), [(0, {"model": "a"}), (32, {}), (63, {"model": "a"})])
+def test_only_both_ends_of_a_form_are_kept(at: int, found: dict[str, str]) -> None:
+    excerpt, field = Excerpt(), b'\r\n--b\r\nContent-Disposition: form-data; name="model"\r\n\r\na\r\n--b'
+    for i in range(64):
+        assert excerpt.take((field if i == at else b"").ljust(1 << 16, b"\0"))
+    assert json.loads(excerpt.body("multipart/form-data", 64)) == found
+    assert excerpt.body("application/json", 64) == b"{}"
 
 
 @pytest.mark.parametrize(

@@ -313,8 +313,8 @@ def test_unread_replies_of_all_connections_have_a_limit(path: Path, monkeypatch:
             protocol.check_connections(connections, 0.0, 1e6)
             done.set()
 
-        assert server.server._loop is not None
-        server.server._loop.call_soon_threadsafe(check)
+        loop: Any = server.server._loop
+        loop.call_soon_threadsafe(check)
         assert done.wait(WATCHDOG)
         until(lambda: len(connections) == 1)
         small.sendall(GET)

@@ -94,7 +94,7 @@ class Architecture:
       multiplied by the file's logit_scale, not divided. needs_scales: the file must have the scales of the
       embedding, of the results added to the stream, and of the logits.
     halved_ff: the file's feed_forward_length is twice the width of the FFN. unwindowed: the file's window is
-      of an unsupported kind.
+      of an unsupported kind, or an indexer chooses the keys instead.
     narrow_scale_at: in models with this many layers, the scale of scores is based on n_embd / n_head, not on
       the width of a head.
     latent_eps: epsilon of the latent vectors' norms in models with MLA (see config.Latent), regardless of the
@@ -378,9 +378,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         latent_eps=1e-6, tempered="attention.temperature_length",
         experts=ExpertDefaults(optional=True, group_best=2),
     ),
-    "deepseek32": Architecture(latent_eps=1e-6, indexer="neox", experts=ExpertDefaults(scoring="sigmoid")),
+    "deepseek32": Architecture(
+        latent_eps=1e-6, indexer="neox", unwindowed=True, experts=ExpertDefaults(scoring="sigmoid"),
+    ),
     "glm-dsa": Architecture(
-        latent_eps=1e-6, indexer="norm", shared_indexers=True, experts=ExpertDefaults(scoring="sigmoid"),
+        latent_eps=1e-6, indexer="norm", shared_indexers=True, unwindowed=True,
+        experts=ExpertDefaults(scoring="sigmoid"),
     ),
     "deepseek4": Architecture(  # V4
         sinks=True, hyper=True, compressed=True, indexer="norm",
@@ -452,7 +455,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen4exp": Architecture(
         rope="neox", qk_norm="head", pre_norm=False, output_norm="output_hc", delta_net="tiled",
         delta_gate="sigmoid", attention_gate=True, gated_streams=True, ngrams=True, indexer="neox",
-        experts=ExpertDefaults(gated_share=True),
+        unwindowed=True, experts=ExpertDefaults(gated_share=True),
     ),
     "kimi-linear": Architecture(
         rope=None, latent_eps=1e-6, delta_net="channels", experts=ExpertDefaults(scoring="sigmoid"),

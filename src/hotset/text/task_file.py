@@ -34,7 +34,7 @@ from typing import Any
 
 import yaml
 
-from hotset.errors import FormatError, TokenizerError
+from hotset.errors import FormatError, InvalidRequestError, TokenizerError
 from hotset.escaping import clause
 from hotset.files import expanded, missing, read_small_file, read_small_text
 from hotset.parameters import shown
@@ -80,7 +80,7 @@ def read_task(
 
     n_shots: examples before each question, in place of the file's `num_fewshot`. seed: of the sampler. limit:
     the maximum number of questions, from the first on. Data paths are relative to the task file's folder.
-    Raises FormatError for unsupported keys, missing files and invalid questions.
+    Raises FormatError for unsupported keys and invalid questions, InvalidRequestError for missing data files.
     """
     with ExitStack() as renderers:
         return _TaskFile(path, renderers).questions(n_shots, seed, limit)
@@ -345,9 +345,8 @@ def _read_documents(file: Path) -> Iterator[_Document]:
     try:
         data = read_small_file(file, _LONGEST_DATA)
     except FileNotFoundError:
-        raise FormatError(
-            missing(file, remedy="paths of data_files are relative to the folder of the task file")
-        ) from None
+        remedy = "paths of data_files are relative to the folder of the task file"
+        raise InvalidRequestError(missing(file, remedy=remedy)) from None
     if data[:1024].lstrip()[:1] == b"[":
         try:
             elements = json.loads(data)
