@@ -18,6 +18,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -68,11 +69,14 @@ class Runner(Protocol):
         """Run the job: return kind of test ("pp", "tg") → entry with `samples_ts`, tokens per second."""
 
 
-def run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Run a program and return its output and errors, or raise ProgramFailed."""
+def run(
+    argv: Sequence[str], env: Mapping[str, str] | None = None, folder: Path | None = None
+) -> tuple[str, str]:
+    """Run a program, in a folder, and return its output and errors, or raise ProgramFailed."""
     done = subprocess.run(
-        argv, capture_output=True, text=True, errors="replace", env=os.environ | (env or {}), check=False
-    )
+        argv, capture_output=True, text=True, errors="replace", env=os.environ | (env or {}), check=False,
+        cwd=folder,
+    )  # fmt: skip
     if done.returncode:
         raise ProgramFailed(f"{argv[0]} failed ({done.returncode}):\n{done.stderr.strip()[-2000:]}")
     return done.stdout, done.stderr
@@ -158,10 +162,12 @@ class PowerInfer:
         samples: dict[str, list[float]] = {"pp": [], "tg": []}
         build = "unknown"
         for seed in range(job.repetitions):
-            argv = [str(self.program), "-m", str(job.model), "-t", str(job.n_threads), "-s", str(seed + 1)]
+            argv = [str(self.program.resolve()), "-m", str(job.model.resolve())]
+            argv += ["-t", str(job.n_threads), "-s", str(seed + 1)]
             argv += ["-n", str(job.n_gen), "-c", str(job.n_prompt + job.n_gen + 256), "--ignore-eos"]
             argv += ["--temp", "1.0", "-b", "512", "-p", text_of(job.model, job.n_prompt or 8)]
-            log = run(argv)[1]
+            with tempfile.TemporaryDirectory() as folder:  # for its log files
+                log = run(argv, folder=Path(folder))[1]
             prompt, generated = PROMPT_EVAL.search(log), EVAL.search(log)
             if prompt is None or generated is None:
                 raise ProgramFailed(f"{self.program} printed no timings:\n{log.strip()[-2000:]}")
