@@ -422,7 +422,7 @@ void float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, 
         return;
     }
     constexpr int kRows = 8, kTokens = Tile::kTokens, kMostTiles = 84 / kTokens;
-    constexpr int64_t kTokenBytes = 512 * 1024, kSpan = 512;
+    constexpr int64_t kTokenBytes = 384 * 1024, kSpan = 512;
     constexpr int64_t kStride = kSpan + 32;  // if it were a power of two, rows would share lines of the cache
     using Sums = V[kRows][kTokens];
     static_assert(kRows * kStride * sizeof(float) + kMostTiles * sizeof(Sums) <= kernel_scratch_bytes(0));
