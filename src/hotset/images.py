@@ -205,11 +205,11 @@ class ImageReader:
                     self._stop = None
             runs = _divided(np.asarray(rows, np.float32) / np.float32(self._scale), layout, self._encoder)
             seconds = time.perf_counter() - began
-        with self._guard:
-            self._counts.encoded += 1
-            self._counts.seconds += seconds
-            self._pictures.pop(image.key, None)
-            self._keep(key, runs)
+            with self._guard:  # before another request for this image, or `close`, may begin
+                self._counts.encoded += 1
+                self._counts.seconds += seconds
+                self._pictures.pop(image.key, None)
+                self._keep(key, runs)
         return runs
 
     def _keep(self, key: tuple[bytes, str], runs: list[ImageTokens]) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from byte_models import PRINTABLE, write_model
-from stand_in_encoder import StandInEncoder, asks, file_of, give_images
+from stand_in_encoder import StandInEncoder, asks, decoded, file_of, give_images
 
 import hotset
 from hotset.backends.base import BLOCK_SIZE
 from hotset.engine import sequence as sequences
 from hotset.engine.engine import Engine
+from hotset.engine.images import ImagePrompt
 from hotset.errors import ContextLengthError, InvalidRequestError
 from hotset.generation import Completion
+from hotset.images import ImageReader
+from hotset.text.image_text import GivenImage, PlacedImage, PromptTokens
 
 SMALL, LARGE, OTHER = file_of(8, 12, 1), file_of(20, 32, 2), file_of(8, 12, 3)
 QUESTIONS = (
@@ -147,6 +151,25 @@ def test_images_beyond_the_cache_are_encoded_again(model: hotset.Model):
     assert encoder.n_encoded == 4
     ask(model, [asks(LARGE, "?")])  # larger than the cache: not kept
     assert model.images.counts.cached_bytes <= 24 * 32 * 4
+
+
+def test_requests_for_one_image_encode_it_once():
+    encoder, data = StandInEncoder(8), file_of(8, 8)
+    reader = ImageReader(encoder, decoded)  # type: ignore[arg-type]
+
+    def asked(_: int) -> ImagePrompt:
+        tokens = PromptTokens([-1] * 16)
+        tokens.images = (PlacedImage(GivenImage(data), (0,)),)
+        return reader.prompt(tokens)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(asked, range(8)))
+    rows = [one.images[0].rows for one in found]
+    assert encoder.n_encoded == reader.counts.encoded == 1
+    assert all(np.array_equal(one, rows[0]) for one in rows)
+    assert reader.counts.cached_bytes == rows[0].nbytes
+    reader.close()
+    assert reader.counts.cached_bytes == 0
 
 
 def test_a_restart_finds_blocks_with_images_on_disk(path: Path, tmp_path: Path, expected: list[Any]):

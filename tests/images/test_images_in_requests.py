@@ -21,6 +21,7 @@ import hotset
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.server.remote_images import answer_of, fetched, is_public, with_fetched
 from hotset.server.settings import ServerSettings
+from hotset.text.image_parts import from_base64
 from hotset.text.image_text import GivenImage, text_of_image
 
 FILE = file_of(16, 24)  # 96 tokens
@@ -225,7 +226,8 @@ async def test_bad_images_get_one_clear_error(path: Path, image: Any, message: s
     "address",
     [
         "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0",
-        "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd12::1",
+        "192.88.99.1", "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1",
+        "fd12::1",
         "ff02::1", "fec0::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1",
         "::127.0.0.1",
     ],
@@ -234,6 +236,12 @@ def test_private_addresses_are_never_fetched(address: str):
     assert not is_public(address)
     with pytest.raises(InvalidRequestError, match="not on the public internet"):
         fetched("http://images.example/a.png", 1e12, lambda *_: ["93.184.215.14", address])
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_base64_may_have_lines(end: str):
+    lines = [DATA[i : i + 76] for i in range(0, len(DATA), 76)]
+    assert from_base64(f"data:image/png;base64,{end.join(lines)}{end}") == FILE
 
 
 def test_public_addresses_are_public():

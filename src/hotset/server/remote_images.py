@@ -39,6 +39,7 @@ SECONDS = 10.0
 _LOOK_SECONDS = 0.02  # between two looks at a connection
 _MOST_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
+_RELAYS = ipaddress.ip_network("192.88.99.0/24")  # of 6to4; Python calls it public
 
 Resolve = Callable[[str, int], Sequence[str]]
 Ask = Callable[[SplitResult, str, float], tuple[bytes, str | None]]
@@ -163,7 +164,7 @@ def is_public(address: str) -> bool:
     if inner is not None:
         return is_public(str(inner))
     local = isinstance(ip, ipaddress.IPv6Address) and ip.is_site_local
-    return ip.is_global and not (ip.is_multicast or ip.is_reserved or local)
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or local or ip in _RELAYS)
 
 
 def _left(until: float) -> float:

@@ -100,7 +100,8 @@ def from_base64(given: Any) -> bytes:
         raise InvalidRequestError("the data of an image must be a text in base64")
     head = _DATA_URL.match(given)
     try:
-        return base64.b64decode(given[head.end() if head else 0 :].strip().replace("\n", ""), validate=True)
+        text = given[head.end() if head else 0 :].strip().replace("\r", "").replace("\n", "")
+        return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise InvalidRequestError("the data of an image is not valid base64") from None
 

@@ -48,6 +48,7 @@ class ImageEncoder:
         self._lock = threading.Lock()
         self._runtime = new_runtime(threads)
         self._backend: CpuBackend | None = None
+        self._closed = False
         try:
             of_square = (self.config.side // self.config.patch) ** 2
             fixed = family.sizes not in ("free", "edge", "budget")
@@ -84,10 +85,14 @@ class ImageEncoder:
         backend = self._backend
         if backend is None:
             return weights
-        n_patches = max(self.config.most // self.config.patch**2, backend.max_batch)
+        n_patches = max(self._most_patches, backend.max_batch)
         cache = 2 * 4 * self.config.tower.n_embd * backend.n_blocks * BLOCK_SIZE
         rows = 4 * self.config.n_input * n_patches
         return weights + rows + (backend.workspace_bytes + cache) * n_patches // backend.max_batch
+
+    @property
+    def _most_patches(self) -> int:
+        return self.config.most // self.config.patch**2
 
     def layout(self, picture: Picture, detail: Detail = "auto", max_tokens: int | None = None) -> Layout:
         """Return the picture's place in the prompt. max_tokens: most image tokens; None: no limit.
@@ -128,6 +133,7 @@ class ImageEncoder:
         """End the threads and close the file. Safe to call twice."""
         self.cancel()
         with self._lock:
+            self._closed = True
             if self._backend is not None:
                 self._backend.close()
             self._backend = None
@@ -151,14 +157,16 @@ class ImageEncoder:
         if self._backend is None or self._backend.max_batch < n_patches:
             if self._backend is not None:
                 self._backend.close()
-                n_patches = 1 << (n_patches - 1).bit_length()
+                self._backend = None  # if the larger one fails, the next step makes one anew
+                rounded = 1 << (n_patches - 1).bit_length()
+                n_patches = max(n_patches, min(rounded, self._most_patches))
             options = BackendOptions(n_blocks=-(-n_patches // BLOCK_SIZE), max_batch=n_patches, kv_type="f32")
             self._backend = CpuBackend(self.weights, self.graph, options, runtime=self._runtime)
         return self._backend
 
     def _run(self, step: Patches, stops: Callable[[], bool]) -> np.ndarray:
         """Return the embeddings of a step's image tokens, valid until the next step. Raises as `encode`."""
-        if self._backend is None:
+        if self._closed:
             raise InvalidRequestError("the image encoder has been closed; load the model again")
         backend = self._reserve(len(step.rows))
         if stops():  # after the reservation: `cancel` reaches only the backend that is there
