@@ -157,7 +157,7 @@ class ImageEncoder:
         if self._backend is None or self._backend.max_batch < n_patches:
             if self._backend is not None:
                 self._backend.close()
-                self._backend = None  # if the larger one fails, the next step makes one anew
+                self._backend = None  # the larger one may not fit in memory; then the next step makes one
                 rounded = 1 << (n_patches - 1).bit_length()
                 n_patches = max(n_patches, min(rounded, self._most_patches))
             options = BackendOptions(n_blocks=-(-n_patches // BLOCK_SIZE), max_batch=n_patches, kv_type="f32")
