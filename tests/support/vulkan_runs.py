@@ -160,6 +160,19 @@ def assert_cheap_submissions_decide(
     assert not pays()
 
 
+def check_submissions(backend: ChainBackend, step: Batch, expected: np.ndarray) -> None:
+    """Check that a step has one submission for few tokens, and one per layer for many.
+
+    The submission after the last one fails.
+    """
+    n_layers = stage_of(backend).graph.n_layer
+    assert n_layers > 1
+    _core.vulkan_fail("vkQueueSubmit", 1 + (n_layers if len(step.tokens) >= 64 else 1), -4)
+    np.testing.assert_array_equal(backend.step(step).logits, expected)
+    with pytest.raises(DeviceError, match="lost"):
+        backend.step(step)
+
+
 def check_failing_worker(backend: ChainBackend, step: Batch, expected: np.ndarray) -> None:
     """Check that a failing CPU worker ends only the current step."""
     begin = CpuWorker.begin_step
